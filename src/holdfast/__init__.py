@@ -1,0 +1,1 @@
+"""Checkpoints for distributed PyTorch training."""

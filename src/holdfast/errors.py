@@ -1,0 +1,255 @@
+"""What can go wrong, as one tree. Knows nothing of the rest of the package.
+
+    HoldfastError
+    |-- UsageError (ValueError)                        an argument, a type or a combination that cannot work
+    |-- ClosedError (RuntimeError)                     the manager was closed
+    |-- CheckpointNotFoundError (FileNotFoundError)    what was asked for is not there
+    |-- CorruptCheckpointError                         bytes are not what the manifest says they are
+    |-- UnsupportedFormatError                         written by a newer format, or not ours
+    |-- StateMismatchError (RuntimeError)              checkpoint and live objects do not fit together
+    |-- GuardMismatchError (ValueError)                a guarded value differs
+    |-- SaveFailedError                                a save did not commit
+    |-- RankError (TimeoutError)                       another rank did not answer in time
+    |-- StorageError (OSError)                         the storage refused or failed
+    |   |-- KeyExistsError (FileExistsError)           a name is written once, and it was
+    |   `-- KeyMissingError (FileNotFoundError)
+    `-- UnsafeContentError                             content that could run code or escape its target
+
+Every error is made from fields, so that it can cross to other ranks as its type and fields and be the same there.
+The message is built from the fields: what happened, where, and what to do about it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno as errno_names
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = [
+    "CheckpointNotFoundError",
+    "ClosedError",
+    "CorruptCheckpointError",
+    "GuardMismatchError",
+    "HoldfastError",
+    "KeyExistsError",
+    "KeyMissingError",
+    "RankError",
+    "SaveFailedError",
+    "StateMismatchError",
+    "StorageError",
+    "UnsafeContentError",
+    "UnsupportedFormatError",
+    "UsageError",
+]
+
+_SHOWN_NAMES = 8
+
+
+class HoldfastError(Exception):
+    """The base of every error that Holdfast raises on purpose.
+
+    `problem` says what happened and `advice` what to do; the others say where, and stay None where they mean nothing.
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        advice: str = "",
+        run: str | None = None,
+        step: int | None = None,
+        rank: int | None = None,
+        component: str | None = None,
+        leaf: str | None = None,
+        file: str | None = None,
+        byte_range: Sequence[int] | None = None,
+        **extra: Any,
+    ) -> None:
+        self.problem = problem
+        self.advice = advice
+        self.run = run
+        self.step = step
+        self.rank = rank
+        self.component = component
+        self.leaf = leaf
+        self.file = file
+        self.byte_range = tuple(byte_range) if byte_range is not None else None
+        self._extra_names = tuple(extra)
+        vars(self).update(extra)
+        super().__init__(self._message())
+        # Again after it: OSError's own constructor sets `errno` to None when it is given a single argument.
+        for name, value in extra.items():
+            setattr(self, name, value)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The constructor's arguments that are set, as plain values."""
+        names = ("problem", "advice", "run", "step", "rank", "component", "leaf", "file", "byte_range")
+        values = {name: getattr(self, name) for name in (*names, *self._extra_names)}
+        return {name: value for name, value in values.items() if value not in (None, "", ())}
+
+    def at(self, **where: Any) -> HoldfastError:
+        """The same error with more of its place known; what was known already stays."""
+        return type(self)(**{**where, **self.fields})
+
+    def _message(self) -> str:
+        where = ", ".join(self._where())
+        text = f"{where}: {self.problem}" if where else self.problem
+        return f"{text}; {self.advice}" if self.advice else text
+
+    def _where(self) -> list[str]:
+        places = []
+        if self.run is not None:
+            places.append(f"run {self.run}")
+        if self.step is not None:
+            places.append(f"step {self.step}")
+        if self.rank is not None:
+            places.append(f"rank {self.rank}")
+        if self.component is not None:
+            places.append(f"component '{self.component}'")
+        if self.leaf is not None:
+            places.append(f"leaf '{self.leaf}'")
+        if self.file is not None:
+            places.append(f"file {self.file}")
+        if self.byte_range is not None:
+            places.append(f"bytes {self.byte_range[0]}-{self.byte_range[1]}")
+        return places
+
+    def __str__(self) -> str:
+        return self._message()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.fields)
+
+
+class UsageError(HoldfastError, ValueError):
+    """An argument, a type or a combination of them that cannot work. Nothing was read or written."""
+
+
+class ClosedError(HoldfastError, RuntimeError):
+    """The manager was closed before this call."""
+
+
+class CheckpointNotFoundError(HoldfastError, FileNotFoundError):
+    """A run, a step, a tag or a path that was asked for is not there."""
+
+
+class CorruptCheckpointError(HoldfastError):
+    """Bytes are not what the manifest says they are. `problems` lists every damage that was found."""
+
+    def __init__(self, problem: str, *, problems: Sequence[str] = (), **where: Any) -> None:
+        super().__init__(problem, problems=tuple(problems), **where)
+
+    def _message(self) -> str:
+        return super()._message() + _listing(getattr(self, "problems", ()))
+
+
+class UnsupportedFormatError(HoldfastError):
+    """Written by a newer format than this version knows, or not written by Holdfast at all."""
+
+
+class StateMismatchError(HoldfastError, RuntimeError):
+    """Checkpoint and live objects do not fit together. No live object was changed."""
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        missing: Sequence[str] = (),
+        unexpected: Sequence[str] = (),
+        mismatched: Sequence[str] = (),
+        **where: Any,
+    ) -> None:
+        super().__init__(
+            problem, missing=tuple(missing), unexpected=tuple(unexpected), mismatched=tuple(mismatched), **where
+        )
+
+    def _message(self) -> str:
+        text = super()._message()
+        parts = (
+            ("not in the checkpoint", "missing"),
+            ("only in the checkpoint", "unexpected"),
+            ("different", "mismatched"),
+        )
+        for title, name in parts:
+            names = getattr(self, name, ())
+            if names:
+                text += f"\n{title}:{_listing(names)}"
+        return text
+
+
+class GuardMismatchError(HoldfastError, ValueError):
+    """A guarded value of the checkpoint differs from the one of this run. No shard was read."""
+
+    def __init__(self, problem: str, *, guards: Mapping[str, Sequence[str]] | None = None, **where: Any) -> None:
+        super().__init__(problem, guards=dict(guards or {}), **where)
+
+
+class SaveFailedError(HoldfastError):
+    """A save did not commit. Every older checkpoint is untouched."""
+
+
+class RankError(HoldfastError, TimeoutError):
+    """Another rank did not answer in time, or the ranks called different things."""
+
+    def __init__(
+        self, problem: str, *, ranks: Sequence[int] = (), timeout_seconds: float | None = None, **where: Any
+    ) -> None:
+        super().__init__(problem, ranks=tuple(ranks), timeout_seconds=timeout_seconds, **where)
+
+
+class StorageError(HoldfastError, OSError):
+    """The storage refused or failed. `errno` is the system's number where there is one."""
+
+    def __init__(self, problem: str, *, errno: int | None = None, **where: Any) -> None:
+        super().__init__(problem, errno=errno, **where)
+
+    @classmethod
+    def of(cls, error: OSError, doing: str, *, file: str | None = None, advice: str = "") -> StorageError:
+        """The error of a system call, said in our words."""
+        code = errno_names.errorcode.get(error.errno or 0, "")
+        reason = f"{error.strerror or error} [{code}]" if code else str(error)
+        return cls(f"{doing} failed: {reason}", errno=error.errno, file=file, advice=advice)
+
+
+class KeyExistsError(StorageError, FileExistsError):
+    """A name is written once, and this one was written already."""
+
+
+class KeyMissingError(StorageError, FileNotFoundError):
+    """The storage holds nothing under this name."""
+
+
+class UnsafeContentError(HoldfastError):
+    """Content that could run code, escape its target, or take more memory than it has bytes."""
+
+
+def error_record(error: BaseException) -> dict[str, Any]:
+    """An error as plain values, to send to other ranks."""
+    if isinstance(error, HoldfastError):
+        return {"type": type(error).__name__, "fields": error.fields}
+    return {"type": type(error).__name__, "fields": {"problem": str(error) or repr(error)}}
+
+
+def error_from_record(record: Mapping[str, Any]) -> HoldfastError:
+    """The error that another rank had, of the same type and with the same fields."""
+    name, fields = str(record["type"]), dict(record["fields"])
+    cls = globals().get(name)
+    if isinstance(cls, type) and issubclass(cls, HoldfastError):
+        return cls(**fields)
+    fields["problem"] = f"{name}: {fields['problem']}"
+    foreign = getattr(builtins, name, None)
+    if isinstance(foreign, type) and issubclass(foreign, OSError):
+        return StorageError(**fields)
+    return SaveFailedError(**fields)
+
+
+def _rebuild(cls: type[HoldfastError], fields: dict[str, Any]) -> HoldfastError:
+    return cls(**fields)
+
+
+def _listing(names: Sequence[str]) -> str:
+    shown = "".join(f"\n  {name}" for name in names[:_SHOWN_NAMES])
+    hidden = len(names) - _SHOWN_NAMES
+    return f"{shown}\n  ... and {hidden} more" if hidden > 0 else shown

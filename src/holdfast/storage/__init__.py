@@ -1,0 +1,1 @@
+"""Door 1: durable bytes."""

@@ -1,0 +1,107 @@
+"""Door 1: the only way to durable bytes. A key enters with its bytes, and is readable, whole, or not there.
+
+The protocol is small enough for an object store: flat keys, no rename, no overwrite, no links, no folders to make.
+A *key* is a relative path with `/` between its parts, such as `step-000000500/manifest.json`; a *folder* is the part
+of a key before a `/`, and `""` is the root. The contract, which `holdfast.testing.StorageContract` checks:
+
+- A name is written once. Writing to a key that exists raises `KeyExistsError`, also in a race of many writers.
+- `put` makes the whole value visible at once or not at all: no reader ever sees half of it.
+- `create` claims its key at the first byte and streams; the key may be visible before `close` returned, so nobody may
+  rely on it before a key that was `put` later says so.
+- When `put` or `Sink.close` returns, the bytes are durable. The *name* is durable only after `sync(folder)` of the
+  folder that holds it returned, which also covers the folders above it. A power cut before that may lose the name.
+- An error of the system while bytes are made durable is final: the caller must give the key up, never try again.
+- Every failure is a `StorageError` that names the key; a key that is not there is a `KeyMissingError`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self, runtime_checkable
+
+__all__ = ["Bytes", "Entry", "Sink", "Source", "Storage"]
+
+Bytes = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One name directly inside a folder. `size_bytes` is None for a folder."""
+
+    name: str
+    size_bytes: int | None
+
+    @property
+    def is_folder(self) -> bool:
+        return self.size_bytes is None
+
+
+class Sink(Protocol):
+    """A key that is being written, front to back."""
+
+    def write(self, data: Bytes) -> None:
+        """Take the bytes. They may be changed by the caller as soon as this returned."""
+
+    def close(self) -> None:
+        """Return when every byte is durable."""
+
+    def abort(self) -> None:
+        """Give up: free what is held. What is left under the key is debris that nothing refers to. Never raises."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """`close` after success, `abort` after an exception."""
+
+
+class Source(Protocol):
+    """A key that is being read. May be used by several threads at once."""
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fill `target` with the bytes from `offset` on; a key that ends before is a `StorageError`."""
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+@runtime_checkable
+class Storage(Protocol):
+    """Durable bytes under flat keys. See the module's text for the contract."""
+
+    @property
+    def url(self) -> str:
+        """Where this is, for people and for messages: a path or a URL."""
+
+    def put(self, key: str, data: bytes) -> None:
+        """Create a small key, whole or not at all."""
+
+    def create(self, key: str, size_bytes: int) -> Sink:
+        """Create a large key of exactly `size_bytes` bytes by streaming."""
+
+    def open(self, key: str) -> Source: ...
+
+    def read(self, key: str, limit_bytes: int) -> bytes:
+        """The whole value of a small key. More than `limit_bytes` is a `StorageError` before memory is taken."""
+
+    def entries(self, folder: str) -> list[Entry]:
+        """The names directly inside a folder, sorted. A folder that does not exist is empty."""
+
+    def sync(self, folder: str) -> None:
+        """Make every name in this folder, and the folder's own name, durable."""
+
+    def delete(self, key: str) -> None:
+        """Remove a key; one that is not there is no error. The removal is durable after `sync`."""
+
+    def free_bytes(self) -> int | None:
+        """The room that is left, or None where there is no such number."""
