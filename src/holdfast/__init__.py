@@ -1,1 +1,93 @@
-"""Checkpoints for distributed PyTorch training."""
+"""Checkpoints for distributed PyTorch training: committed all or not at all, verified to the byte, resumed exactly.
+
+Names are loaded when they are first used: `import holdfast` costs little, and the command line never imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from holdfast._version import __version__
+
+if TYPE_CHECKING:
+    from holdfast.blocks import build_train_state, is_restart, peek, resolve, restore_train_state, verify
+    from holdfast.catalog import Checkpoint
+    from holdfast.components import PerRank, RNGState, Shared, Trainable, get_rng_state, set_rng_state
+    from holdfast.errors import (
+        CheckpointNotFoundError,
+        ClosedError,
+        CorruptCheckpointError,
+        GuardMismatchError,
+        HoldfastError,
+        RankError,
+        SaveFailedError,
+        StateMismatchError,
+        StorageError,
+        UnsafeContentError,
+        UnsupportedFormatError,
+        UsageError,
+    )
+    from holdfast.formats.dcp import HoldfastReader, HoldfastWriter
+    from holdfast.manager import CheckpointManager, RestoreResult, SaveHandle
+    from holdfast.records.codec import register_type
+    from holdfast.records.report import Report
+    from holdfast.records.strategy import LoadStrategy
+
+_HOME = {
+    "CheckpointManager": "manager",
+    "RestoreResult": "manager",
+    "SaveHandle": "manager",
+    "LoadStrategy": "records.strategy",
+    "Report": "records.report",
+    "register_type": "records.codec",
+    "Checkpoint": "catalog",
+    "PerRank": "components",
+    "RNGState": "components",
+    "Shared": "components",
+    "Trainable": "components",
+    "get_rng_state": "components",
+    "set_rng_state": "components",
+    "build_train_state": "blocks",
+    "restore_train_state": "blocks",
+    "is_restart": "blocks",
+    "peek": "blocks",
+    "resolve": "blocks",
+    "verify": "blocks",
+    "HoldfastReader": "formats.dcp",
+    "HoldfastWriter": "formats.dcp",
+    **dict.fromkeys(
+        (
+            "CheckpointNotFoundError",
+            "ClosedError",
+            "CorruptCheckpointError",
+            "GuardMismatchError",
+            "HoldfastError",
+            "RankError",
+            "SaveFailedError",
+            "StateMismatchError",
+            "StorageError",
+            "UnsafeContentError",
+            "UnsupportedFormatError",
+            "UsageError",
+        ),
+        "errors",
+    ),
+}
+
+__all__ = [  # noqa: PLE0604  (one list of names: `_HOME`)
+    "__version__",
+    *_HOME,
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'holdfast' has no attribute '{name}'")
+    value = getattr(importlib.import_module(f"holdfast.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,1 +1,1 @@
-
+"""Readers and writers of foreign formats."""

@@ -1,1 +1,53 @@
+"""What Holdfast tests itself with, for your tests: storages that crash, fill up and lose power, and real ranks.
 
+The names are loaded when they are first used: only `run_ranks` brings torch, only `StorageContract` brings pytest.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from holdfast.testing.contract import StorageContract
+    from holdfast.testing.power import PowerLossDisk, PowerLossStorage
+    from holdfast.testing.processes import Outcome, run_ranks, values
+    from holdfast.testing.storages import CrashingStorage, FullStorage, MemoryStorage, SimulatedCrash, SlowStorage
+
+__all__ = [
+    "CrashingStorage",
+    "FullStorage",
+    "MemoryStorage",
+    "Outcome",
+    "PowerLossDisk",
+    "PowerLossStorage",
+    "SimulatedCrash",
+    "SlowStorage",
+    "StorageContract",
+    "run_ranks",
+    "values",
+]
+
+_MODULES = {
+    "CrashingStorage": "storages",
+    "FullStorage": "storages",
+    "MemoryStorage": "storages",
+    "Outcome": "processes",
+    "PowerLossDisk": "power",
+    "PowerLossStorage": "power",
+    "SimulatedCrash": "storages",
+    "SlowStorage": "storages",
+    "StorageContract": "contract",
+    "run_ranks": "processes",
+    "values": "processes",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,335 @@
+"""What is committed. Folders and manifests enter, `Checkpoint`s leave: the only place that makes one.
+
+"Complete" has one definition, and it is here: a folder with a sound `manifest.json`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from holdfast.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    HoldfastError,
+    KeyExistsError,
+    KeyMissingError,
+    UnsupportedFormatError,
+)
+from holdfast.records import layout
+from holdfast.records.codec import decode
+from holdfast.records.manifest import FORMAT, MAX_MANIFEST_BYTES, Manifest, decode_manifest, encode_manifest
+from holdfast.records.selector import Selector
+from holdfast.storage.base import Storage
+
+_MAX_RUN_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A committed checkpoint. It exists completely, and it never changes."""
+
+    manifest: Manifest = field(repr=False)
+    digest: str
+    storage: Storage = field(repr=False)
+
+    @property
+    def folder(self) -> str:
+        return self.manifest.folder
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    @property
+    def sequence(self) -> int:
+        """Grows with every commit of the run: the highest is the latest, whatever its step."""
+        return self.manifest.sequence
+
+    @property
+    def parent(self) -> str | None:
+        """The digest of the checkpoint that the training continued from."""
+        return self.manifest.parent
+
+    @cached_property
+    def created(self) -> datetime:
+        return datetime.fromisoformat(self.manifest.created)
+
+    @cached_property
+    def metrics(self) -> Mapping[str, Any]:
+        return _mapping(self._decoded("metrics", self.manifest.metrics))
+
+    @cached_property
+    def progress(self) -> Mapping[str, Any]:
+        return _mapping(self._decoded("progress", self.manifest.progress))
+
+    @cached_property
+    def extra(self) -> Mapping[str, Any]:
+        return _mapping(self._decoded("extra", self.manifest.extra))
+
+    @cached_property
+    def config(self) -> Any:
+        return self._decoded("config", self.manifest.config)
+
+    @property
+    def world_size(self) -> int:
+        return self.manifest.world_size
+
+    @property
+    def size_bytes(self) -> int:
+        return self.manifest.size_bytes
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        return self.manifest.tags
+
+    @property
+    def path(self) -> str:
+        """Where the checkpoint's folder is: a path or a URL."""
+        return f"{self.storage.url}/{self.folder}"
+
+    def key(self, name: str) -> str:
+        return layout.key(self.folder, name)
+
+    def _decoded(self, name: str, value: Any) -> Any:
+        return decode(value, path=name, tensor=None)
+
+    def __repr__(self) -> str:
+        return f"Checkpoint(step={self.step}, sequence={self.sequence}, path={self.path!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Checkpoint) and other.digest == self.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A folder that is no checkpoint that can be used, and why."""
+
+    folder: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.folder}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """What a run holds: its checkpoints, the latest first; attempts that nothing committed; manifests that are damaged."""
+
+    checkpoints: tuple[Checkpoint, ...]
+    attempts: tuple[str, ...]
+    damaged: tuple[Skipped, ...]
+
+
+class _RunRecord(msgspec.Struct, frozen=True, kw_only=True):
+    holdfast_format: int
+    run_id: str
+    created: str
+
+
+class Catalog:
+    """The checkpoints of one run."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        # Committed checkpoints never change, so a manifest that was read once need not be read again.
+        self._known: dict[str, Checkpoint] = {}
+
+    def __repr__(self) -> str:
+        return f"Catalog({self.storage.url!r})"
+
+    def scan(self) -> Scan:
+        """Look at every folder of the run. Foreign names are passed over."""
+        checkpoints, attempts, damaged = [], [], []
+        for entry in self.storage.entries(""):
+            if not entry.is_folder or layout.parse_folder(entry.name) is None:
+                continue
+            try:
+                checkpoints.append(self._known.get(entry.name) or self.read(entry.name))
+            except KeyMissingError:
+                attempts.append(entry.name)
+            except (CorruptCheckpointError, UnsupportedFormatError) as error:
+                damaged.append(Skipped(entry.name, str(error)))
+        self._known = {checkpoint.folder: checkpoint for checkpoint in checkpoints}
+        checkpoints.sort(key=lambda checkpoint: (checkpoint.sequence, checkpoint.manifest.created), reverse=True)
+        return Scan(tuple(checkpoints), tuple(attempts), tuple(damaged))
+
+    def read(self, folder: str) -> Checkpoint:
+        """The checkpoint in a folder; a KeyMissingError when nothing was committed there."""
+        data = self.storage.read(layout.key(folder, layout.MANIFEST), MAX_MANIFEST_BYTES)
+        try:
+            manifest, digest = decode_manifest(data)
+        except HoldfastError as error:
+            raise error.at(run=self.storage.url, file=layout.key(folder, layout.MANIFEST)) from None
+        if manifest.folder != folder:
+            raise CorruptCheckpointError(
+                f"its manifest belongs to {manifest.folder}", file=layout.key(folder, layout.MANIFEST)
+            )
+        return Checkpoint(manifest, digest, self.storage)
+
+    def find(self, selector: Selector) -> Checkpoint:
+        """The one checkpoint that a selector names. One that is not there is an error."""
+        if selector.kind == "folder":
+            return self._find_folder(selector.name)
+        scan = self.scan()
+        found = choose(scan, selector)
+        if found is None:
+            raise self.not_found(selector, scan)
+        return found
+
+    def not_found(self, selector: Selector, scan: Scan) -> HoldfastError:
+        """Why a selector found nothing: damage when there was something, absence when there was not."""
+        if scan.damaged and (selector.kind != "step" or _names_step(scan.damaged, selector.step)):
+            return CorruptCheckpointError(
+                f"'{selector}' finds no sound checkpoint",
+                run=self.storage.url,
+                problems=[str(skipped) for skipped in scan.damaged],
+            )
+        steps = ", ".join(str(checkpoint.step) for checkpoint in scan.checkpoints[:5])
+        if scan.checkpoints:
+            advice = f"the newest steps there are {steps}"
+        elif scan.attempts:
+            advice = f"there are only attempts that were never committed: {', '.join(scan.attempts[:5])}"
+        else:
+            advice = self._what_is_there_instead()
+        return CheckpointNotFoundError(f"'{selector}' finds no checkpoint", run=self.storage.url, advice=advice)
+
+    def lineage(self, digest: str | None, scan: Scan) -> list[Checkpoint]:
+        """A checkpoint and those it continued from, back to the first that is still there."""
+        by_digest = {checkpoint.digest: checkpoint for checkpoint in scan.checkpoints}
+        line = []
+        while digest is not None and digest in by_digest:
+            checkpoint = by_digest.pop(digest)
+            line.append(checkpoint)
+            digest = checkpoint.parent
+        return line
+
+    def open_run(self) -> str:
+        """The run's id. The record is created by the first who comes; whoever loses that race reads the winner's."""
+        existing = self._read_run()
+        if existing is not None:
+            return existing
+        record = _RunRecord(holdfast_format=FORMAT, run_id=uuid.uuid4().hex, created=_now())
+        try:
+            self.storage.put(layout.RUN_KEY, msgspec.json.encode(record) + b"\n")
+        except KeyExistsError:
+            return self._read_run() or ""
+        self.storage.sync("")
+        return record.run_id
+
+    def claim(self, step: int, world_size: int) -> str:
+        """Take the next free name for an attempt at a step. Two that try at once get two names."""
+        taken = {
+            parsed.attempt for name in self._names() if (parsed := layout.parse_folder(name)) and parsed.step == step
+        }
+        attempt = max(taken, default=0) + 1
+        who = {"host": socket.gethostname(), "process": os.getpid(), "started": _now(), "world_size": world_size}
+        while True:
+            folder = layout.folder_name(step, attempt)
+            try:
+                self.storage.put(layout.key(folder, layout.ATTEMPT), msgspec.json.encode(who) + b"\n")
+                return folder
+            except KeyExistsError:
+                attempt += 1
+
+    def add(self, manifest: Manifest) -> Checkpoint:
+        """Commit: after this the checkpoint exists. Every other byte of it must be durable before."""
+        data, digest = encode_manifest(manifest)
+        self.storage.put(layout.key(manifest.folder, layout.MANIFEST), data)
+        # Without it a power cut can keep the manifest's bytes and lose its name, after we said that it is committed.
+        self.storage.sync(manifest.folder)
+        return Checkpoint(manifest, digest, self.storage)
+
+    def _names(self) -> list[str]:
+        return [entry.name for entry in self.storage.entries("")]
+
+    def _find_folder(self, folder: str) -> Checkpoint:
+        try:
+            return self.read(folder)
+        except KeyMissingError:
+            reason = "was never committed" if folder in self._names() else "is not there"
+            raise CheckpointNotFoundError(f"{folder} {reason}", run=self.storage.url) from None
+
+    def _read_run(self) -> str | None:
+        try:
+            record = msgspec.json.decode(self.storage.read(layout.RUN_KEY, _MAX_RUN_BYTES), type=_RunRecord)
+        except KeyMissingError:
+            return None
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise CorruptCheckpointError(
+                f"it is no run's record: {error}", run=self.storage.url, file=layout.RUN_KEY
+            ) from None
+        if record.holdfast_format > FORMAT:
+            raise UnsupportedFormatError(
+                f"the run is of format {record.holdfast_format}; this version knows formats up to {FORMAT}",
+                run=self.storage.url,
+                advice="use a newer version of Holdfast",
+            )
+        return record.run_id
+
+    def _what_is_there_instead(self) -> str:
+        names = self._names()
+        if not names:
+            return "nothing is there; check the path"
+        foreign = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+        return f"the folder holds no checkpoint of Holdfast's, but: {foreign}"
+
+
+def choose(scan: Scan, selector: Selector) -> Checkpoint | None:
+    """The checkpoint that a selector means among those of a scan."""
+    if selector.kind == "step":
+        return next((found for found in scan.checkpoints if found.step == selector.step), None)
+    if selector.kind == "tag":
+        return next((found for found in scan.checkpoints if selector.name in found.tags), None)
+    if selector.kind == "folder":
+        return next((found for found in scan.checkpoints if found.folder == selector.name), None)
+    if selector.kind == "best":
+        return _best(scan, selector)
+    return scan.checkpoints[0] if scan.checkpoints else None
+
+
+def _best(scan: Scan, selector: Selector) -> Checkpoint | None:
+    """The best by a stored metric. NaN ranks worst and ties go to the newer one."""
+    metric = selector.name or _only_metric(scan)
+    sign = -1.0 if selector.mode == "max" else 1.0
+
+    def rank(checkpoint: Checkpoint) -> tuple[bool, float, int]:
+        value = float(checkpoint.metrics[metric])
+        return (value != value, sign * value if value == value else 0.0, -checkpoint.sequence)
+
+    ranked = [found for found in scan.checkpoints if isinstance(found.metrics.get(metric), int | float)]
+    return min(ranked, key=rank, default=None)
+
+
+def _only_metric(scan: Scan) -> str:
+    names = {name for checkpoint in scan.checkpoints for name in checkpoint.metrics}
+    if len(names) > 1:
+        raise CheckpointNotFoundError(
+            f"'best' does not say by which metric; there are {', '.join(sorted(names))}",
+            advice="say best:METRIC, or best:METRIC:max",
+        )
+    return next(iter(names), "")
+
+
+def _names_step(damaged: tuple[Skipped, ...], step: int) -> bool:
+    return any((parsed := layout.parse_folder(skipped.folder)) and parsed.step == step for skipped in damaged)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return MappingProxyType(dict(value))
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="microseconds")

@@ -1,0 +1,142 @@
+"""How a component says what it is: the same on all ranks, one per rank, trainable parts only; and the random state.
+
+A user's object enters a wrapper; what the stages ask of it leaves. Knows torch only where a random state is taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from holdfast.errors import StateMismatchError, UsageError
+from holdfast.records.layout import check_component_name
+
+__all__ = ["PerRank", "RNGState", "Shared", "Trainable", "get_rng_state", "set_rng_state"]
+
+
+class PerRank:
+    """A component of which every rank has its own state, such as a data loader.
+
+    `group` (a DeviceMesh of one dimension or a process group) says that the ranks with the same place in that group
+    hold the same state: it is stored once and given to all of them. `covers` names components that need no restore of
+    their own once this one is restored.
+    """
+
+    def __init__(self, component: Any, group: Any = None, covers: Sequence[str] = ()) -> None:
+        if isinstance(component, PerRank | Shared | Trainable):
+            raise UsageError(f"PerRank cannot wrap {component!r}", advice="wrap the component itself")
+        if isinstance(covers, str):
+            raise UsageError(f"covers takes a sequence of names, not the text {covers!r}")
+        self.component = component
+        self.group = group
+        self.covers = tuple(check_component_name(name) for name in covers)
+
+    def __repr__(self) -> str:
+        return f"PerRank({type(self.component).__name__})"
+
+    def place(self, rank: int, size: int) -> tuple[int, int]:
+        """This rank's index among the states that are kept apart, and their number."""
+        if self.group is None:
+            return rank, size
+        if hasattr(self.group, "get_local_rank"):
+            if self.group.ndim != 1:
+                raise UsageError(
+                    f"PerRank(group=...) takes a mesh of one dimension, not of {self.group.ndim}",
+                    advice="pick one, such as mesh['dp']",
+                )
+            return int(self.group.get_local_rank()), int(self.group.size())
+        import torch.distributed as dist
+
+        return dist.get_rank(self.group), dist.get_world_size(self.group)
+
+
+class Shared:
+    """A component that is the same on all ranks, on the user's word: the leader's state is stored and given to all."""
+
+    def __init__(self, component: Any) -> None:
+        if isinstance(component, PerRank | Shared):
+            raise UsageError(f"Shared cannot wrap {component!r}", advice="wrap the component itself")
+        self.component = component
+
+    def __repr__(self) -> str:
+        return f"Shared({type(self.component).__name__})"
+
+
+class Trainable:
+    """A model of which only what trains is stored, as for adapters; the frozen base is recorded by its fingerprint.
+
+    Restoring onto another base is a `GuardMismatchError`.
+    """
+
+    def __init__(self, module: Any) -> None:
+        import torch
+
+        if not isinstance(module, torch.nn.Module):
+            raise UsageError(f"Trainable takes a torch.nn.Module, not {type(module).__name__}")
+        self.component = module
+
+    def __repr__(self) -> str:
+        return f"Trainable({type(self.component).__name__})"
+
+
+class RNGState:
+    """The random state of Python, NumPy, torch and every device, as a component. One per rank."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return get_rng_state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        set_rng_state(state)
+
+    def load_world_state(self, states: Sequence[Mapping[str, Any]], index: int, count: int) -> None:
+        """Take up after the number of ranks changed: go on from an old rank's state, and stay unlike all others.
+
+        No exact answer exists here. Ranks that old states remain for take them; the others get a state that is derived
+        from an old one and their own place, so that no two ranks draw the same numbers.
+        """
+        set_rng_state(states[index % len(states)])
+        if index >= len(states):
+            import numpy
+            import torch
+
+            seed = hashlib.blake2b(f"{random.getrandbits(256)}/{index}".encode(), digest_size=8).digest()
+            number = int.from_bytes(seed, "little")
+            random.seed(number)
+            numpy.random.seed(number % 2**32)
+            torch.manual_seed(number)
+
+    def __repr__(self) -> str:
+        return "RNGState()"
+
+
+def get_rng_state() -> dict[str, Any]:
+    """The random state of this process: Python's, NumPy's, torch's on the CPU and on every device that is in use."""
+    import numpy
+    import torch
+
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state(legacy=False),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = list(torch.cuda.get_rng_state_all())
+    return state
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Put the random state of this process back. Devices that the state does not know keep theirs."""
+    import numpy
+    import torch
+
+    unknown = set(state) - {"python", "numpy", "torch", "cuda"}
+    if unknown or not {"python", "numpy", "torch"} <= set(state):
+        raise StateMismatchError(f"this is no random state: it has {sorted(state)}")
+    random.setstate(state["python"])
+    numpy.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"].cpu())
+    if "cuda" in state and torch.cuda.is_available():
+        for index, device_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(device_state.cpu(), index)

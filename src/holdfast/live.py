@@ -1,0 +1,160 @@
+"""What live objects hold: their state as nested dicts, and its tensors by their path. Knows torch; changes nothing.
+
+PyTorch's `get_optimizer_state_dict` is not used, because it steps an optimizer that has no state yet
+(docs/decisions/0002).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+
+from holdfast.components import RNGState, Trainable
+from holdfast.errors import StateMismatchError, UsageError
+from holdfast.naming import kind_of, optimizer_names, unwrap
+from holdfast.records import layout
+from holdfast.records.codec import encode
+from holdfast.records.state import CapturedTree
+from holdfast.tensors import check_storable, same_memory_key
+
+
+def live_tree(name: str, component: Any, components: Mapping[str, Any], scope: str | None) -> CapturedTree:
+    """A component's state with its values encoded and its tensors, still the live ones, by their path."""
+    tensors: dict[str, torch.Tensor] = {}
+    state = component_state(name, component, components)
+    values = encode(state, path=name, on_tensor=_collector(name, tensors))
+    return CapturedTree(name, kind_of(name, component), scope, values, tensors)
+
+
+def component_state(name: str, component: Any, components: Mapping[str, Any]) -> Any:
+    """A component's state as nested dicts, in the form in which it is stored."""
+    kind = kind_of(name, component)
+    inner = unwrap(component)
+    if kind == "module":
+        only_trainable = isinstance(component, Trainable)
+        return dict(get_model_state_dict(inner, options=StateDictOptions(ignore_frozen_params=only_trainable)))
+    if kind == "optimizer":
+        return _optimizer_state(inner, optimizer_names(inner, components, name))
+    return inner.state_dict()
+
+
+def _collector(component: str, tensors: dict[str, torch.Tensor]) -> Callable[[str, Any], str]:
+    """Note each tensor under its path inside the component; one that is the same memory as another, under the first."""
+    known: dict[tuple[object, ...], str] = {}
+
+    def note(full_path: str, tensor: torch.Tensor) -> str:
+        check_storable(tensor, component=component, leaf=full_path)
+        path = full_path[len(component) + 1 :]
+        if len(full_path) + len("@stage-00000") > layout.MAX_NAME_CHARACTERS:
+            raise UsageError(f"a leaf's name has {len(full_path)} characters", component=component, leaf=full_path[:80])
+        memory = same_memory_key(tensor)
+        if memory is not None:
+            first = known.setdefault(memory, path)
+            if first != path:
+                return first
+        tensors[_unused(path, tensors)] = tensor
+        return next(reversed(tensors))
+
+    return note
+
+
+def _unused(path: str, taken: Mapping[str, Any]) -> str:
+    """The path itself, or, for two tensors whose keys spell the same dotted path, the path with a number behind it."""
+    if path not in taken:
+        return path
+    number = 2
+    while f"{path}~{number}" in taken:
+        number += 1
+    return f"{path}~{number}"
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Any]:
+    """An optimizer's state with its parameters' names in place of their numbers, as PyTorch's own API spells it."""
+    packed = optimizer.state_dict()
+    state = {names[key] if isinstance(key, int) else key: value for key, value in packed["state"].items()}
+    groups = [{**group, "params": [names[index] for index in group["params"]]} for group in packed["param_groups"]]
+    rest = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
+    return {"state": state, "param_groups": groups, **rest}
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer, states: Mapping[Any, Any], groups: list[Any], rest: Mapping[str, Any]
+) -> None:
+    """Give an optimizer its state, by its parameters' numbers, bit for bit."""
+    devices = [
+        {key: value.device for key, value in group.items() if isinstance(value, torch.Tensor)}
+        for group in optimizer.param_groups
+    ]
+    for group, live in zip(groups, devices, strict=True):
+        for key, device in live.items():
+            if isinstance(group.get(key), torch.Tensor):
+                group[key] = group[key].to(device)
+    optimizer.load_state_dict({"state": dict(states), "param_groups": groups, **rest})
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, state in states.items():
+        if isinstance(index, int) and isinstance(state, Mapping):
+            _undo_casts(optimizer.state[parameters[index]], state)
+
+
+def _undo_casts(loaded: dict[str, Any], state: Mapping[str, Any]) -> None:
+    """`load_state_dict` casts moments to their parameter's type, which is lossy where they were kept in a wider one."""
+    for key, value in state.items():
+        current = loaded.get(key)
+        if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor) and current.dtype != value.dtype:
+            loaded[key] = value.to(current.device)
+
+
+def restore_state(components: Mapping[str, Any], train_state: Mapping[str, Any]) -> None:
+    """Give nested state back to the components. Names are compared before anything changes."""
+    missing = [name for name in components if name not in train_state]
+    unexpected = [name for name in train_state if name not in components]
+    if missing or unexpected:
+        raise StateMismatchError("state and components do not fit together", missing=missing, unexpected=unexpected)
+    acts = [(name, _restoring(name, components, train_state[name])) for name in components]
+    for _, act in sorted(acts, key=lambda pair: isinstance(unwrap(components[pair[0]]), RNGState)):
+        act()
+
+
+def _restoring(name: str, components: Mapping[str, Any], state: Any) -> Callable[[], None]:
+    component = components[name]
+    inner = unwrap(component)
+    kind = kind_of(name, component)
+    if kind == "values":
+        return partial(inner.load_state_dict, state)
+    current = component_state(name, component, components)
+    if kind == "module":
+        _compare_keys(name, current, state)
+        options = StateDictOptions(strict=not isinstance(component, Trainable))
+        return lambda: set_model_state_dict(inner, dict(state), options=options) and None
+    names = optimizer_names(inner, components, name)
+    numbers = {parameter: number for number, parameter in enumerate(names)}
+    groups = [
+        {**group, "params": [numbers[parameter] for parameter in group["params"]]} for group in state["param_groups"]
+    ]
+    states = {numbers.get(key, key): value for key, value in state["state"].items()}
+    rest = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
+    return partial(load_optimizer, inner, states, groups, rest)
+
+
+def _compare_keys(name: str, current: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    missing = [f"{name}.{key}" for key in current if key not in state]
+    unexpected = [f"{name}.{key}" for key in state if key not in current]
+    mismatched = [
+        f"{name}.{key}: {list(state[key].shape)} in the state, {list(value.shape)} now"
+        for key, value in current.items()
+        if isinstance(value, torch.Tensor)
+        and isinstance(state.get(key), torch.Tensor)
+        and value.shape != state[key].shape
+    ]
+    if missing or unexpected or mismatched:
+        raise StateMismatchError(
+            "state and model do not fit together",
+            component=name,
+            missing=missing,
+            unexpected=unexpected,
+            mismatched=mismatched,
+        )

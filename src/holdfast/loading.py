@@ -1,0 +1,335 @@
+"""The load chain in order: resolve, match, verify, read, restore. A selector enters, restored objects leave.
+
+No live object changes before every rank knows that its part fits and is sound. What must be decided from files is decided
+by the leader; a checkpoint that is damaged for one rank is damaged for all.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+from blake3 import blake3
+
+from holdfast.catalog import Catalog, Checkpoint, Skipped
+from holdfast.components import PerRank
+from holdfast.errors import (
+    CorruptCheckpointError,
+    GuardMismatchError,
+    StateMismatchError,
+    StorageError,
+    UsageError,
+)
+from holdfast.naming import kind_of
+from holdfast.ranks import Ranks, on_leader
+from holdfast.records.codec import Json, plain
+from holdfast.records.manifest import TreeRecord
+from holdfast.records.selector import Selector
+from holdfast.records.state import FrozenEntry
+from holdfast.records.strategy import LoadStrategy
+from holdfast.records.targets import Fitted
+from holdfast.stages.capture import take_frozen
+from holdfast.stages.match import Place, SavedState, match
+from holdfast.stages.plan import frozen_guards
+from holdfast.stages.read import check_only, read
+from holdfast.stages.resolve import candidates
+from holdfast.stages.restore import restore
+
+logger = logging.getLogger("holdfast")
+
+Verify = Literal["full", "quick", "off"]
+_MAX_VALUES_BYTES = 4 << 30
+_FROZEN = "frozen:"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """What to restore into which live objects."""
+
+    selector: Selector
+    components: Mapping[str, Any]
+    strategy: LoadStrategy
+    guards: Mapping[str, Json] = field(default_factory=dict)
+    pipeline_stage: int | None = None
+    verify: Verify = "full"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What was restored, from where, and what was not."""
+
+    checkpoint: Checkpoint
+    restored: tuple[str, ...]
+    missing: tuple[str, ...]
+    skipped: tuple[str, ...]
+    passed_over: tuple[Skipped, ...]
+
+
+class _Candidate(msgspec.Struct, frozen=True, array_like=True):
+    folder: str
+    digest: str
+
+
+class _Choice(msgspec.Struct, frozen=True, array_like=True):
+    candidates: tuple[_Candidate, ...]
+    passed_over: tuple[tuple[str, str], ...]
+
+
+class _Fit(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank says of a candidate: its damage, or how its part fits."""
+
+    damage: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    mismatched: tuple[str, ...] = ()
+    globs: tuple[str, ...] = ()
+    frozen: tuple[FrozenEntry, ...] = ()
+
+
+class _Verdict(msgspec.Struct, frozen=True, array_like=True):
+    damage: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+
+def load(request: LoadRequest, catalog: Catalog, ranks: Ranks) -> Loaded | None:
+    """Restore on all ranks. None when `latest` was asked of a run that has no checkpoint."""
+    choice = on_leader(ranks, "resolve", lambda: _resolve(catalog, request.selector), returns=_Choice)
+    passed_over = [Skipped(*pair) for pair in choice.passed_over]
+    damaged: list[str] = []
+    for candidate in choice.candidates:
+        attempt = _Attempt(candidate, request, catalog, ranks)
+        verdict = ranks.decide("fit", attempt.fit, attempt.judge, sends=_Fit, returns=_Verdict)
+        if not verdict.damage:
+            ranks.decide("restore", attempt.restore, lambda _: None, sends=None, returns=None)
+            return attempt.loaded(verdict, passed_over)
+        damaged += [f"{candidate.folder}: {damage}" for damage in verdict.damage]
+        passed_over += [Skipped(candidate.folder, damage) for damage in verdict.damage[:1]]
+        if request.selector.may_fall_back:
+            logger.warning("%s is damaged and passed over: %s", candidate.folder, verdict.damage[0])
+    if damaged:
+        raise CorruptCheckpointError(
+            f"'{request.selector}' finds no sound checkpoint",
+            run=catalog.storage.url,
+            problems=damaged,
+            advice="no live object was changed",
+        )
+    return None
+
+
+def _resolve(catalog: Catalog, selector: Selector) -> _Choice:
+    found, passed_over = candidates(catalog, selector)
+    for skipped in passed_over:
+        logger.warning("passed over %s", skipped)
+    return _Choice(
+        tuple(_Candidate(checkpoint.folder, checkpoint.digest) for checkpoint in found),
+        tuple((skipped.folder, skipped.reason) for skipped in passed_over),
+    )
+
+
+class _Attempt:
+    """The attempt to restore from one candidate, on one rank."""
+
+    def __init__(self, candidate: _Candidate, request: LoadRequest, catalog: Catalog, ranks: Ranks) -> None:
+        self.candidate = candidate
+        self.request = request
+        self.catalog = catalog
+        self.place = Place(ranks.rank, ranks.size, request.pipeline_stage)
+        self.fitted: list[Fitted] = []
+        self.skipped: list[str] = []
+        self.absent: list[str] = []
+        self.values: dict[str, dict[str, Json]] = {}
+
+    def fit(self) -> _Fit:
+        """This rank's part: fit every component, then make sure that every byte it needs is sound."""
+        try:
+            self.checkpoint = self._open()
+            self._fit_components()
+            damage = self._check_bytes() if not self._wrong() else []
+        except (CorruptCheckpointError, StorageError) as error:
+            return _Fit(damage=(str(error),))
+        return _Fit(
+            damage=tuple(damage),
+            missing=_all(self.fitted, "missing"),
+            unused=_all(self.fitted, "unused"),
+            mismatched=_all(self.fitted, "mismatched"),
+            globs=_all(self.fitted, "globs"),
+            frozen=take_frozen({one.component: self.request.components[one.component] for one in self.fitted}),
+        )
+
+    def judge(self, fits: list[_Fit]) -> _Verdict:
+        """The leader's part: damage first, then whatever does not fit, over all ranks."""
+        damage = sorted({damage for fit in fits for damage in fit.damage})
+        if damage:
+            return _Verdict(damage=tuple(damage))
+        strategy = self.request.strategy
+        missing = sorted({name for fit in fits for name in fit.missing})
+        mismatched = sorted({text for fit in fits for text in fit.mismatched})
+        # A leaf is unexpected only if no rank has a place for it: pipeline ranks hold different parts of one model.
+        unexpected = sorted(set.intersection(*(set(fit.unused) for fit in fits)))
+        useless = sorted(set(strategy.exclude) - {glob for fit in fits for glob in fit.globs})
+        if useless:
+            raise UsageError(f"exclude={useless[0]!r} matches no leaf", step=self.checkpoint.step)
+        if mismatched or (strategy.strict and (missing or unexpected)):
+            raise StateMismatchError(
+                "checkpoint and live objects do not fit together",
+                step=self.checkpoint.step,
+                missing=missing if strategy.strict else (),
+                unexpected=unexpected if strategy.strict else (),
+                mismatched=mismatched,
+                advice="no live object was changed; LoadStrategy(strict=False) accepts missing and unexpected leaves, "
+                "exclude= leaves some out",
+            )
+        self._check_guards({entry for fit in fits for entry in fit.frozen})
+        return _Verdict(missing=tuple(missing), unexpected=tuple(unexpected))
+
+    def restore(self) -> None:
+        restore(self.fitted, self.request.components, self._fill_live)
+
+    def loaded(self, verdict: _Verdict, passed_over: Sequence[Skipped]) -> Loaded:
+        return Loaded(
+            self.checkpoint,
+            restored=tuple(one.component for one in self.fitted),
+            missing=(*self.absent, *verdict.missing),
+            skipped=(*self.skipped, *verdict.unexpected),
+            passed_over=tuple(passed_over),
+        )
+
+    def _open(self) -> Checkpoint:
+        try:
+            checkpoint = self.catalog.read(self.candidate.folder)
+        except FileNotFoundError:
+            raise CorruptCheckpointError("its manifest is gone", file=self.candidate.folder) from None
+        if checkpoint.digest != self.candidate.digest:
+            raise CorruptCheckpointError("this rank sees another manifest than the leader", file=self.candidate.folder)
+        return checkpoint
+
+    def _fit_components(self) -> None:
+        manifest = self.checkpoint.manifest
+        trees: dict[str, list[TreeRecord]] = {}
+        for tree in manifest.trees:
+            trees.setdefault(tree.component, []).append(tree)
+        saved = SavedState({tensor.name: tensor for tensor in manifest.tensors}, trees, self._values)
+        for name in self._chosen(trees):
+            fitted = match(name, self.request.components, saved, self.request.strategy, self.place)
+            if fitted.skipped:
+                self.skipped.append(f"{name}: {fitted.skipped}")
+            else:
+                self.fitted.append(fitted)
+
+    def _chosen(self, trees: Mapping[str, Sequence[TreeRecord]]) -> list[str]:
+        """The components to restore. One that was named and is nowhere, or that the checkpoint lacks, is an error."""
+        components, strategy = self.request.components, self.request.strategy
+        for name in strategy.named():
+            if name not in components:
+                raise UsageError(
+                    f"there is no component '{name}' to restore",
+                    advice=f"the manager has {', '.join(sorted(components))}",
+                )
+        kinds = {name: kind_of(name, component) for name, component in components.items()}
+        chosen = [name for name in components if strategy.takes(name, kinds[name])]
+        self.skipped += [f"{name}: left out by the strategy" for name in components if name not in chosen]
+        self.skipped += [f"{name}: no such component is attached" for name in trees if name not in components]
+        covered = {
+            name
+            for cover in chosen
+            if isinstance(components[cover], PerRank) and cover in trees
+            for name in components[cover].covers
+        }
+        self.skipped += [f"{name}: covered by another component" for name in chosen if name in covered]
+        chosen = [name for name in chosen if name not in covered]
+        self.absent = [name for name in chosen if name not in trees]
+        if self.absent and strategy.on_missing == "error":
+            raise StateMismatchError(
+                "the checkpoint has no such component",
+                step=self.checkpoint.step,
+                missing=self.absent,
+                advice=f"it has {', '.join(sorted(trees))}; LoadStrategy(on_missing='skip') goes on without",
+            )
+        return [name for name in chosen if name in trees]
+
+    def _values(self, tree: TreeRecord) -> Json:
+        """The values of a tree, from a file that is read and checked once."""
+        if tree.file not in self.values:
+            record = next(file for file in self.checkpoint.manifest.files if file.name == tree.file)
+            data = self.checkpoint.storage.read(
+                self.checkpoint.key(tree.file), min(record.size_bytes, _MAX_VALUES_BYTES)
+            )
+            if len(data) != record.size_bytes:
+                raise CorruptCheckpointError(
+                    f"has {len(data)} bytes, the manifest says {record.size_bytes}", file=tree.file
+                )
+            if self.request.verify == "full" and blake3(data).hexdigest() != record.digest:
+                raise CorruptCheckpointError("the bytes do not have their digest", file=tree.file)
+            self.values[tree.file] = _parse_values(data, tree.file)
+        try:
+            return self.values[tree.file][tree.name]
+        except KeyError:
+            raise CorruptCheckpointError(f"it has no values of '{tree.name}'", file=tree.file) from None
+
+    def _wrong(self) -> bool:
+        return any(one.mismatched for one in self.fitted)
+
+    def _check_bytes(self) -> list[str]:
+        """New memory is filled right away; live memory is not touched, so its bytes are only checked."""
+        requests = [request for one in self.fitted for request in one.requests]
+        fresh = [request for request in requests if request.fresh]
+        full = self.request.verify == "full"
+        problems = read(self.checkpoint, fresh, checked=full)
+        if full:
+            problems += check_only(self.checkpoint, [request for request in requests if not request.fresh])
+        return [str(problem) for problem in problems]
+
+    def _fill_live(self) -> None:
+        live = [request for one in self.fitted for request in one.requests if not request.fresh]
+        problems = read(self.checkpoint, live, checked=self.request.verify == "full")
+        if problems:
+            raise CorruptCheckpointError(
+                "the checkpoint changed while it was restored, and live tensors were overwritten",
+                run=self.catalog.storage.url,
+                step=self.checkpoint.step,
+                problems=[str(problem) for problem in problems],
+                advice="restore another one before you go on",
+            )
+
+    def _check_guards(self, frozen: set[FrozenEntry]) -> None:
+        """Compare what both sides name. A frozen base is a guard that makes itself."""
+        saved = self.checkpoint.manifest.guards
+        live = {**self.request.guards, **frozen_guards(frozen)}
+        names = sorted(saved.keys() & live.keys())
+        wrong = {name: (_show(saved[name]), _show(live[name])) for name in names if saved[name] != live[name]}
+        if not wrong:
+            return
+        text = "; ".join(f"{name}: {old} in the checkpoint, {new} now" for name, (old, new) in wrong.items())
+        if self.request.strategy.on_guard_mismatch == "warn":
+            logger.warning("guards differ, and are passed over on request: %s", text)
+            return
+        raise GuardMismatchError(
+            f"guards differ: {text}",
+            step=self.checkpoint.step,
+            guards=wrong,
+            advice="restore with what the checkpoint was made with, or on_guard_mismatch='warn'",
+        )
+
+
+def _parse_values(data: bytes, file: str) -> dict[str, Json]:
+    try:
+        trees = msgspec.json.decode(data, type=dict[str, dict[str, Any]])["trees"]
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, KeyError) as error:
+        raise CorruptCheckpointError(f"it is no file of values: {error}", file=file) from None
+    return trees
+
+
+def _show(value: Json) -> str:
+    text = str(plain(value))
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _all(fitted: Sequence[Fitted], name: str) -> tuple[str, ...]:
+    return tuple(text for one in fitted for text in getattr(one, name))
+
+
+__all__ = ["LoadRequest", "Loaded", "Verify", "load"]

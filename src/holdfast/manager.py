@@ -1,0 +1,383 @@
+"""The checkpoint manager: the one class most users build. Live objects enter; committed checkpoints and restored runs
+leave. All it does itself is to check arguments and keep the line of checkpoints; the chains do the rest."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, Literal, Self
+
+import torch
+
+from holdfast.catalog import Catalog, Checkpoint
+from holdfast.components import RNGState
+from holdfast.errors import CheckpointNotFoundError, ClosedError, UsageError
+from holdfast.loading import Loaded, LoadRequest, Verify, load
+from holdfast.naming import kind_of
+from holdfast.ranks import on_leader, torch_ranks
+from holdfast.records.codec import Json, encode
+from holdfast.records.layout import check_component_name, check_step
+from holdfast.records.selector import Selector, check_tag
+from holdfast.records.strategy import LoadStrategy
+from holdfast.saving import Saved, SaveRequest, save
+from holdfast.stages.resolve import Location, locate
+from holdfast.storage.base import Storage
+from holdfast.storage.registry import open_storage
+
+logger = logging.getLogger("holdfast")
+
+_DEFAULT_TIMEOUT_SECONDS = 600.0
+_RNG = "rng"
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreResult:
+    """What a restore did. `resumed` is False for a fresh run, whose `next_step` is 0.
+
+    `restored` are the components that took state, `missing` what the checkpoint did not have, `skipped` what was left as
+    it is, each with the reason, and `passed_over` the folders that were no sound checkpoint, each with the reason.
+    """
+
+    resumed: bool
+    step: int | None = None
+    next_step: int = 0
+    progress: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    metrics: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    extra: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    config: Any = None
+    checkpoint: Checkpoint | None = None
+    restored: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+    passed_over: tuple[str, ...] = ()
+
+
+class SaveHandle:
+    """One save. In sync mode it is done when you get it."""
+
+    def __init__(self, step: int, saved: Saved, catalog: Catalog) -> None:
+        self.step = step
+        self.skipped = saved.skipped
+        self._saved = saved
+        self._catalog = catalog
+        self._checkpoint: Checkpoint | None = None
+
+    def staged(self) -> bool:
+        """Whether the training may change its tensors again."""
+        return True
+
+    def done(self) -> bool:
+        """Whether the checkpoint is committed."""
+        return True
+
+    def wait(self) -> Checkpoint:
+        """The committed checkpoint."""
+        if self._checkpoint is None:
+            self._checkpoint = self._catalog.read(self._saved.folder)
+        return self._checkpoint
+
+    def __repr__(self) -> str:
+        state = "committed before" if self.skipped else "committed"
+        return f"SaveHandle(step={self.step}, {state})"
+
+
+class CheckpointManager:
+    """Saves and restores the state of a training run.
+
+    run: the folder or URL that holds the run's checkpoints.
+    state: the components by name: models, optimizers, schedulers, loaders, anything with `state_dict` and
+        `load_state_dict`. `PerRank`, `Shared` and `Trainable` say more about one.
+    mode: "sync" saves in the call. "auto" takes the best mode there is.
+    rng: keep the random state of every rank, as the component "rng".
+    config: the run's configuration, stored with every checkpoint. assets: files and folders stored with it.
+    resume: "auto" starts fresh when there is nothing to restore, "required" makes that an error, "never" always starts
+        fresh.
+    process_group: the ranks that save together, all by default. pipeline_stage: this rank's stage, when the stages'
+        names collide.
+    storage: the door to the bytes, when it is not the run's own path or URL.
+    verify: "full" checks every byte that is restored, "quick" sizes and the manifest, "off" the manifest alone.
+    timeout: seconds to wait for the other ranks before a call fails on all of them.
+
+    Every method that saves or restores is called on all ranks, in the same order. All of them return the same or raise
+    the same.
+    """
+
+    def __init__(
+        self,
+        run: Location,
+        state: Mapping[str, Any],
+        *,
+        mode: Literal["auto", "sync"] = "auto",
+        rng: bool = True,
+        config: Any = None,
+        assets: Sequence[str | os.PathLike[str]] = (),
+        resume: Literal["auto", "required", "never"] = "auto",
+        process_group: Any = None,
+        pipeline_stage: int | None = None,
+        storage: Storage | None = None,
+        verify: Verify = "full",
+        timeout: float = _DEFAULT_TIMEOUT_SECONDS,
+    ) -> None:
+        _one_of("mode", mode, ("auto", "sync"))
+        _one_of("resume", resume, ("auto", "required", "never"))
+        _one_of("verify", verify, ("full", "quick", "off"))
+        if not timeout > 0:
+            raise UsageError(f"timeout={timeout!r}", advice="give a positive number of seconds")
+        if pipeline_stage is not None and (isinstance(pipeline_stage, bool) or pipeline_stage < 0):
+            raise UsageError(f"pipeline_stage={pipeline_stage!r}", advice="give the stage's number, from 0 on")
+        self._components = _checked_components(state, rng)
+        self._config = encode(config, path="config", on_tensor=None)
+        self._assets = _checked_assets(assets)
+        self._resume = resume
+        self._pipeline_stage = pipeline_stage
+        self._verify: Verify = verify
+        self._catalog = Catalog(storage if storage is not None else open_storage(run))
+        self._ranks = torch_ranks(process_group, timeout_seconds=timeout)
+        self._head: str | None = None
+        self._source: tuple[Catalog, Checkpoint] | None = None
+        self._strategy = LoadStrategy()
+        self._closed = False
+        # Construction agrees once, so that ranks which disagree about it find out here and not at the first save.
+        self._ranks.decide("open", lambda: sorted(self._components), _same_components, sends=list[str], returns=None)
+
+    def save(
+        self,
+        step: int,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        progress: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
+        guards: Mapping[str, Any] | None = None,
+        tag: str | None = None,
+        wait: bool = False,
+    ) -> SaveHandle:
+        """Save the state after `step` was done. A step that this line of the run has committed is not written again.
+
+        `wait` returns only when the checkpoint is committed, which in sync mode is always so.
+        """
+        self._check_open()
+        request = SaveRequest(
+            step=check_step(step),
+            components=self._components,
+            pipeline_stage=self._pipeline_stage,
+            parent=self._head,
+            metrics=_encoded_metrics(metrics),
+            progress=_encoded("progress", progress),
+            extra=_encoded("extra", extra),
+            config=self._config,
+            guards=_encoded("guards", guards),
+            tags=() if tag is None else (check_tag(tag),),
+            assets=self._assets,
+        )
+        saved = save(request, self._catalog, self._ranks)
+        if not saved.skipped:
+            self._head = saved.digest
+        handle = SaveHandle(step, saved, self._catalog)
+        if wait:
+            handle.wait()
+        return handle
+
+    def restore(
+        self,
+        selector: str | int | os.PathLike[str] = "latest",
+        *,
+        strategy: LoadStrategy | None = None,
+        guards: Mapping[str, Any] | None = None,
+    ) -> RestoreResult:
+        """Restore the run, or start fresh where there is nothing and nothing was asked for by name.
+
+        `selector` is a selector of this run, or the path of another run or checkpoint, as `RUN`, `RUN@SELECTOR`, a
+        folder, a manifest or a link.
+        """
+        self._check_open()
+        strategy = strategy if strategy is not None else LoadStrategy()
+        catalog, chosen, explicit = self._locate(selector)
+        if self._resume == "never" and not explicit:
+            return RestoreResult(resumed=False)
+        request = LoadRequest(
+            chosen, self._components, strategy, _encoded("guards", guards), self._pipeline_stage, self._verify
+        )
+        loaded = load(request, catalog, self._ranks)
+        if loaded is None:
+            if self._resume == "required" or explicit:
+                raise CheckpointNotFoundError(
+                    "there is no checkpoint to resume from",
+                    run=catalog.storage.url,
+                    advice="check the path, or use resume='auto' to start fresh",
+                )
+            return RestoreResult(resumed=False)
+        self._source, self._strategy = (catalog, loaded.checkpoint), strategy
+        return self._resumed(loaded, strategy, own_run=catalog is self._catalog)
+
+    def attach(self, name: str, component: Any) -> bool:
+        """Add a component that did not exist yet. If the restored checkpoint has its state, it gets it now: True."""
+        self._check_open()
+        check_component_name(name)
+        if name in self._components:
+            raise UsageError(f"there is a component '{name}' already")
+        kind = kind_of(name, component)
+        components = {**self._components, name: component}
+        loaded = None
+        if self._source is not None and self._strategy.takes(name, kind):
+            catalog, checkpoint = self._source
+            if any(tree.component == name for tree in checkpoint.manifest.trees):
+                strategy = LoadStrategy(
+                    only=(name,), strict=self._strategy.strict, on_world_change=self._strategy.on_world_change
+                )
+                selector = Selector("folder", name=checkpoint.folder)
+                request = LoadRequest(
+                    selector, components, strategy, pipeline_stage=self._pipeline_stage, verify=self._verify
+                )
+                loaded = load(request, catalog, self._ranks)
+        self._components = components
+        return loaded is not None and name in loaded.restored
+
+    def should_load(self) -> bool:
+        """Whether `restore()` would find a checkpoint, by the leader's word."""
+        self._check_open()
+        if self._resume == "never":
+            return False
+        return on_leader(self._ranks, "should_load", lambda: bool(self._catalog.scan().checkpoints), returns=bool)
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """The run's committed checkpoints, the latest first."""
+        return list(self._catalog.scan().checkpoints)
+
+    def peek(self, selector: str | int = "latest") -> Checkpoint | None:
+        """A checkpoint without loading it; None when `latest` finds nothing."""
+        catalog, chosen, explicit = self._locate(selector)
+        if not explicit and not catalog.scan().checkpoints:
+            return None
+        return catalog.find(chosen)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a save is under way."""
+        return False
+
+    def poll(self) -> None:
+        """Note finished saves and raise what failed, once; never waits."""
+        self._check_open()
+
+    def wait(self) -> None:
+        """Return when every save is committed."""
+        self._check_open()
+
+    def close(self) -> None:
+        """Finish what is pending. Idempotent."""
+        self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        names = ", ".join(self._components)
+        return f"CheckpointManager({self._catalog.storage.url!r}, [{names}], {self._ranks!r})"
+
+    def _locate(self, selector: str | int | os.PathLike[str]) -> tuple[Catalog, Selector, bool]:
+        """Which checkpoint of which run; `explicit` when anything but this run's latest was asked for."""
+        is_path = isinstance(selector, os.PathLike) or (
+            isinstance(selector, str) and ("/" in selector or "@" in selector)
+        )
+        if is_path:
+            catalog, chosen = locate(selector)  # type: ignore[arg-type]
+            return catalog, chosen, True
+        _, chosen = locate(self._catalog.storage, selector)  # type: ignore[arg-type]
+        return self._catalog, chosen, chosen.kind != "latest"
+
+    def _resumed(self, loaded: Loaded, strategy: LoadStrategy, *, own_run: bool) -> RestoreResult:
+        checkpoint = loaded.checkpoint
+        passed_over = tuple(str(skipped) for skipped in loaded.passed_over)
+        parts: dict[str, Any] = {
+            "checkpoint": checkpoint,
+            "restored": loaded.restored,
+            "missing": loaded.missing,
+            "skipped": loaded.skipped,
+            "passed_over": passed_over,
+            "config": checkpoint.config,
+        }
+        if not strategy.progress:
+            return RestoreResult(resumed=False, **parts)
+        if own_run:
+            self._head = checkpoint.digest
+        if self._ranks.rank == 0:
+            logger.info("resumed from step %d (%s)", checkpoint.step, checkpoint.path)
+        return RestoreResult(
+            resumed=True,
+            step=checkpoint.step,
+            next_step=checkpoint.step + 1,
+            progress=checkpoint.progress,
+            metrics=checkpoint.metrics,
+            extra=checkpoint.extra,
+            **parts,
+        )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the manager was closed", run=self._catalog.storage.url, advice="build a new one")
+
+
+def _same_components(names: list[list[str]]) -> None:
+    # Pipeline ranks may hold different components; what may not differ is what a name stands for, and the plan checks it.
+    if not all(names):
+        raise UsageError("some ranks have no component at all")
+
+
+def _checked_components(state: Mapping[str, Any], rng: bool) -> dict[str, Any]:
+    if not isinstance(state, Mapping):
+        raise UsageError(f"state is a mapping of components by name, not a {type(state).__name__}")
+    if not state:
+        raise UsageError("state is empty", advice="pass at least the model: {'model': model}")
+    components = {check_component_name(name): component for name, component in state.items()}
+    if rng and not any(isinstance(component, RNGState) for component in components.values()):
+        if _RNG in components:
+            raise UsageError(f"'{_RNG}' is taken by the random state", advice="rename the component, or pass rng=False")
+        components[_RNG] = RNGState()
+    for name, component in components.items():
+        kind_of(name, component)
+    return components
+
+
+def _checked_assets(assets: Sequence[str | os.PathLike[str]]) -> tuple[Path, ...]:
+    if isinstance(assets, str | os.PathLike):
+        raise UsageError("assets takes a list of paths")
+    paths = tuple(Path(asset).resolve() for asset in assets)
+    for path in paths:
+        if not path.exists():
+            raise UsageError(f"the asset {path} is not there")
+    if len({path.name for path in paths}) != len(paths):
+        raise UsageError("two assets have the same name")
+    return paths
+
+
+def _encoded(name: str, values: Mapping[str, Any] | None) -> dict[str, Json]:
+    if values is None:
+        return {}
+    if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
+        raise UsageError(f"{name} is a mapping with texts as keys, not {values!r:.100}")
+    encoded = {key: encode(value, path=f"{name}.{key}", on_tensor=None) for key, value in values.items()}
+    return encoded
+
+
+def _encoded_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Json]:
+    if metrics is None:
+        return {}
+    plain = {
+        name: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        for name, value in dict(metrics).items()
+    }
+    return _encoded("metrics", plain)
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UsageError(f"{name}={value!r}", advice=f"use one of {', '.join(map(repr, allowed))}")

@@ -1,0 +1,122 @@
+"""The names that a model's parameters have in a checkpoint, and what kind of thing a component is. Knows torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from holdfast.components import PerRank, RNGState, Shared, Trainable
+from holdfast.errors import UsageError
+from holdfast.records.layout import rank_scope, stage_scope
+from holdfast.records.state import TreeKind
+
+# Wrappers that put a name of their own between a module and its parameters. A checkpoint has the model's own names.
+_WRAPPER_PARTS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+
+
+def unwrap(component: Any) -> Any:
+    """The user's own object, without what says how to keep it."""
+    return component.component if isinstance(component, PerRank | Shared | Trainable) else component
+
+
+def kind_of(name: str, component: Any) -> TreeKind:
+    """What a component is, or a UsageError for something that has no state to keep."""
+    inner = unwrap(component)
+    if isinstance(component, PerRank):
+        _has_state(name, inner)
+        return "values"
+    if isinstance(inner, torch.nn.Module):
+        return "module"
+    if isinstance(inner, torch.optim.Optimizer):
+        return "optimizer"
+    _has_state(name, inner)
+    return "values"
+
+
+def scope_of(component: Any, *, rank: int, size: int, pipeline_stage: int | None) -> str | None:
+    """Which ranks share this component's state; None when only comparing their states can tell."""
+    if isinstance(component, PerRank):
+        return rank_scope(component.place(rank, size)[0])
+    if isinstance(component, RNGState) or _is_loader(component):
+        return rank_scope(rank)
+    if isinstance(component, Shared):
+        return ""
+    if isinstance(unwrap(component), torch.nn.Module | torch.optim.Optimizer):
+        return "" if pipeline_stage is None else stage_scope(pipeline_stage)
+    return None
+
+
+def scopes_in_world(component: Any, *, rank: int, size: int) -> tuple[int, int]:
+    """This rank's index among the states of a per-rank component, and how many there are."""
+    return component.place(rank, size) if isinstance(component, PerRank) else (rank, size)
+
+
+def parameter_names(module: torch.nn.Module) -> dict[int, str]:
+    """Each parameter's name in a checkpoint, by the parameter's identity. A tied one has its first name."""
+    return {id(parameter): name for name, parameter in _named_parameters(module)}
+
+
+def optimizer_names(optimizer: torch.optim.Optimizer, components: Mapping[str, Any], component: str) -> list[str]:
+    """The names of an optimizer's parameters, in its own order.
+
+    The model is found by the identity of its parameters. An optimizer over several models has the component's name in
+    front of each parameter's; one whose parameters belong to no model of the state falls back on their numbers.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    owners: dict[int, tuple[str, str]] = {}
+    for name, candidate in components.items():
+        if isinstance(unwrap(candidate), torch.nn.Module):
+            for key, parameter in parameter_names(unwrap(candidate)).items():
+                owners.setdefault(key, (name, parameter))
+    found = [owners.get(id(parameter)) for parameter in parameters]
+    if not any(found):
+        return [str(index) for index in range(len(parameters))]
+    for index, owner in enumerate(found):
+        if owner is None:
+            raise UsageError(
+                f"parameter {index} (shape {list(parameters[index].shape)}) belongs to no model of the state",
+                component=component,
+                advice="add the model that owns it to the manager's state",
+            )
+    several = len({owner[0] for owner in found if owner}) > 1
+    return [f"{owner[0]}.{owner[1]}" if several else owner[1] for owner in found if owner]
+
+
+def _named_parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    seen: set[int] = set()
+    for raw, parameter in module.named_parameters():
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            yield clean_name(module, raw), parameter
+
+
+def clean_name(module: torch.nn.Module, raw: str) -> str:
+    """A parameter's name without the parts that DDP, torch.compile and activation checkpointing put into it."""
+    kept = []
+    owner: Any = module
+    for part in raw.split("."):
+        wrapped = isinstance(owner, DistributedDataParallel) and part == "module"
+        if not wrapped and part not in _WRAPPER_PARTS:
+            kept.append(part)
+        owner = getattr(owner, part, None)
+    return ".".join(kept)
+
+
+def _has_state(name: str, component: Any) -> bool:
+    missing = [method for method in ("state_dict", "load_state_dict") if not callable(getattr(component, method, None))]
+    if missing:
+        raise UsageError(
+            f"a component of type '{type(component).__module__}.{type(component).__qualname__}' has no {missing[0]}()",
+            component=name,
+            advice="give it state_dict() and load_state_dict(), or pass plain values with extra= or progress=",
+        )
+    return True
+
+
+def _is_loader(component: Any) -> bool:
+    if isinstance(component, torch.utils.data.DataLoader):
+        return True
+    return any(base.__name__ == "StatefulDataLoader" for base in type(component).__mro__)

@@ -1,0 +1,310 @@
+"""Door 2: the only way to other processes. Each rank's word enters; one decision, or one error, leaves on every rank.
+
+There is one primitive, `decide`: every rank does its part of the work, the leader sees all the answers and chooses,
+everybody gets the choice. If any rank's part fails, every rank raises that rank's error. Waits are bounded.
+
+Ranks talk through the key-value store that torch.distributed has anyway, never through collectives, so an agreement
+cannot deadlock with the training's own traffic and does not care whether the group is gloo or NCCL.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar, cast
+
+import msgspec
+
+from holdfast.errors import RankError, UsageError, error_from_record, error_record
+
+Mine = TypeVar("Mine")
+Choice = TypeVar("Choice")
+
+# A TCPStore refuses values over 8 MiB and drops the connection.
+_PIECE_BYTES = 4 << 20
+_FIRST_PAUSE_SECONDS = 0.0002
+_LONGEST_PAUSE_SECONDS = 0.05
+# Followers wait longer than the leader, so that its word about who is missing reaches them before they give up.
+_GRACE_SECONDS = 5.0
+
+
+class Ranks(Protocol):
+    """The processes that save and load one run together."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def decide(
+        self,
+        label: str,
+        mine: Callable[[], Mine],
+        choose: Callable[[list[Mine]], Choice],
+        *,
+        sends: Any,
+        returns: Any,
+    ) -> Choice:
+        """Do `mine` on every rank and `choose` on the leader; return the choice, or raise the same error, on all.
+
+        `sends` and `returns` are the types of the two values, which must be such that msgspec can carry them.
+        """
+
+
+def on_leader(ranks: Ranks, label: str, work: Callable[[], Choice], *, returns: Any) -> Choice:
+    """The leader does it, everybody gets the result or the error."""
+    return ranks.decide(label, lambda: None, lambda _: work(), sends=None, returns=returns)
+
+
+def together(ranks: Ranks, label: str, work: Callable[[], Mine], *, sends: Any) -> list[Mine]:
+    """Everybody does it, everybody gets all results in the order of the ranks, or the error of the first that failed."""
+    return ranks.decide(label, work, lambda answers: answers, sends=sends, returns=list[sends])
+
+
+class Alone:
+    """One process that saves by itself."""
+
+    rank = 0
+    size = 1
+
+    def decide(
+        self,
+        label: str,
+        mine: Callable[[], Mine],
+        choose: Callable[[list[Mine]], Choice],
+        *,
+        sends: Any,
+        returns: Any,
+    ) -> Choice:
+        return choose([mine()])
+
+    def __repr__(self) -> str:
+        return "Alone()"
+
+
+class KeyValue(Protocol):
+    """What `StoreRanks` needs of a store that all ranks reach."""
+
+    def set(self, key: str, value: bytes) -> None: ...
+
+    def get(self, key: str) -> bytes | None:
+        """The value, or None when it is not there yet. Never waits."""
+
+    def delete(self, key: str) -> None: ...
+
+
+class _Word(msgspec.Struct, omit_defaults=True):
+    """What one rank says in one round."""
+
+    label: str
+    value: msgspec.Raw = msgspec.Raw(b"\xc0")
+    error: dict[str, Any] | None = None
+
+
+class StoreRanks:
+    """Ranks that agree through a key-value store, in numbered rounds. All ranks must make the same calls in order."""
+
+    def __init__(self, store: KeyValue, rank: int, size: int, *, name: str, timeout_seconds: float) -> None:
+        self._store = store
+        self._name = name
+        self._timeout_seconds = timeout_seconds
+        self._round = 0
+        self._leftover: list[str] = []
+        self.rank = rank
+        self.size = size
+
+    def __repr__(self) -> str:
+        return f"StoreRanks(rank={self.rank}, size={self.size}, name={self._name!r})"
+
+    def decide(
+        self,
+        label: str,
+        mine: Callable[[], Mine],
+        choose: Callable[[list[Mine]], Choice],
+        *,
+        sends: Any,
+        returns: Any,
+    ) -> Choice:
+        self._round += 1
+        word, cause = _say(label, mine)
+        if self.rank == 0:
+            choice, own = self._lead(label, word, choose, sends)
+            cause = cause or own
+        else:
+            self._publish(self._answer_key(self.rank), word)
+            choice = self._follow(label)
+        if isinstance(cause, KeyboardInterrupt | SystemExit):
+            raise cause
+        if choice.error is not None:
+            raise error_from_record(choice.error) from cause
+        return cast(Choice, msgspec.msgpack.decode(choice.value, type=returns))
+
+    def _lead(
+        self, label: str, own: _Word, choose: Callable[[list[Mine]], Choice], sends: Any
+    ) -> tuple[_Word, BaseException | None]:
+        words, failure = self._collect(label, own)
+        choice, cause = _Word(label, error=failure), None
+        if failure is None:
+            # Everybody spoke in this round, so everybody has read the round before it: its keys may go.
+            self._sweep()
+            answers = [msgspec.msgpack.decode(word.value, type=sends) for word in words]
+            choice, cause = _say(label, lambda: choose(answers))
+        self._publish(self._choice_key(), choice)
+        self._leftover += [self._choice_key(), *(self._answer_key(rank) for rank in range(1, self.size))]
+        return choice, cause
+
+    def _collect(self, label: str, own: _Word) -> tuple[list[_Word], dict[str, Any] | None]:
+        """Every rank's word, or the first failure, as soon as it is known."""
+        words: dict[int, _Word] = {0: own}
+        deadline = time.monotonic() + self._timeout_seconds
+        pause = _FIRST_PAUSE_SECONDS
+        while True:
+            for rank in range(1, self.size):
+                if rank not in words:
+                    word = self._receive(self._answer_key(rank))
+                    if word is not None:
+                        words[rank] = word
+                        pause = _FIRST_PAUSE_SECONDS
+            failure = _first_failure(label, words)
+            if failure is not None or len(words) == self.size:
+                return [words[rank] for rank in sorted(words)], failure
+            if time.monotonic() > deadline:
+                silent = [rank for rank in range(self.size) if rank not in words]
+                return [], error_record(self._nobody(label, silent))
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
+
+    def _follow(self, label: str) -> _Word:
+        deadline = time.monotonic() + self._timeout_seconds + _GRACE_SECONDS
+        pause = _FIRST_PAUSE_SECONDS
+        while True:
+            word = self._receive(self._choice_key())
+            if word is not None:
+                return word
+            if time.monotonic() > deadline:
+                raise self._nobody(label, [0])
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
+
+    def _nobody(self, label: str, silent: list[int]) -> RankError:
+        names = ", ".join(str(rank) for rank in silent[:8]) + (", ..." if len(silent) > 8 else "")
+        return RankError(
+            f"rank {names} did not answer within {self._timeout_seconds:g} s in '{label}'",
+            ranks=silent,
+            timeout_seconds=self._timeout_seconds,
+            advice="look at that rank's log; raise timeout= if it is only slow",
+        )
+
+    def _answer_key(self, rank: int) -> str:
+        return f"{self._name}/{self._round}/{rank}"
+
+    def _choice_key(self) -> str:
+        return f"{self._name}/{self._round}/choice"
+
+    def _publish(self, key: str, word: _Word) -> None:
+        data = msgspec.msgpack.encode(word)
+        pieces = [data[start : start + _PIECE_BYTES] for start in range(0, len(data), _PIECE_BYTES)]
+        for index, piece in enumerate(pieces[1:], start=1):
+            self._store.set(f"{key}/{index}", piece)
+        # The first piece goes last: whoever sees it finds the others.
+        self._store.set(key, len(pieces).to_bytes(4, "little") + pieces[0])
+
+    def _receive(self, key: str) -> _Word | None:
+        first = self._store.get(key)
+        if first is None:
+            return None
+        count = int.from_bytes(first[:4], "little")
+        rest = [self._store.get(f"{key}/{index}") or b"" for index in range(1, count)]
+        self._leftover += [f"{key}/{index}" for index in range(1, count)] if self.rank == 0 else []
+        return msgspec.msgpack.decode(first[4:] + b"".join(rest), type=_Word)
+
+    def _sweep(self) -> None:
+        for key in self._leftover:
+            self._store.delete(key)
+        self._leftover = []
+
+
+def _say(label: str, work: Callable[[], Any]) -> tuple[_Word, BaseException | None]:
+    """Do the work and put its value, or its error, into words."""
+    try:
+        return _Word(label, value=msgspec.Raw(msgspec.msgpack.encode(work()))), None
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
+        return _Word(label, error=error_record(error)), error
+
+
+def _first_failure(label: str, words: dict[int, _Word]) -> dict[str, Any] | None:
+    for rank in sorted(words):
+        word = words[rank]
+        if word.label != label:
+            return error_record(
+                RankError(
+                    f"rank {rank} is in '{word.label}' while rank 0 is in '{label}'",
+                    ranks=[rank],
+                    advice="call the manager's methods on every rank, in the same order",
+                )
+            )
+        if word.error is not None:
+            fields = {**word.error["fields"]}
+            fields.setdefault("rank", rank)
+            return {**word.error, "fields": fields}
+    return None
+
+
+class _TorchStore:
+    """torch.distributed's store as a `KeyValue`."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes | None:
+        # `get` alone would wait, and a wait that ends prints warnings and cannot be interrupted.
+        return bytes(self._store.get(key)) if self._store.check([key]) else None
+
+    def delete(self, key: str) -> None:
+        self._store.delete_key(key)
+
+    def count(self, key: str) -> int:
+        return int(self._store.add(key, 1))
+
+
+def torch_ranks(process_group: Any = None, *, timeout_seconds: float) -> Ranks:
+    """The ranks of a process group, of all processes when None, or `Alone` without torch.distributed."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        if process_group is not None:
+            raise UsageError("process_group was given, but torch.distributed is not initialised")
+        return Alone()
+    members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+    rank, size = dist.get_rank(process_group), len(members)
+    if rank < 0:
+        raise UsageError(
+            f"this process (global rank {dist.get_rank()}) is not in the process_group that saves",
+            advice="build the manager only on the members of the group",
+        )
+    if size == 1:
+        return Alone()
+    name = f"holdfast/{'-'.join(map(str, members)) if size < dist.get_world_size() else 'all'}"
+    store = _TorchStore(_default_store())
+    # Managers of the same ranks are told apart by the order in which they are made, which is the same on every rank.
+    number = store.count(f"{name}/made/{rank}")
+    return StoreRanks(store, rank, size, name=f"{name}/{number}", timeout_seconds=timeout_seconds)
+
+
+def _default_store() -> Any:
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store = _get_default_store()
+    try:
+        # A handle of its own: the original one is locked while the training itself waits on it.
+        return store.clone()
+    except (AttributeError, NotImplementedError, RuntimeError, dist.DistError):
+        return store
+
+
+__all__ = ["Alone", "KeyValue", "Ranks", "StoreRanks", "on_leader", "together", "torch_ranks"]

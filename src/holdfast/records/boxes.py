@@ -1,0 +1,100 @@
+"""Rectangular pieces of a tensor: where they lie, what two of them share, which bytes that is. Pure arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+Shape = tuple[int, ...]
+
+
+class Box(NamedTuple):
+    """A piece of a tensor: its offsets in the whole, and its sizes."""
+
+    offsets: Shape
+    sizes: Shape
+
+    @property
+    def volume(self) -> int:
+        return math.prod(self.sizes)
+
+    def within(self, shape: Shape) -> bool:
+        return len(self.offsets) == len(self.sizes) == len(shape) and all(
+            offset >= 0 and size >= 0 and offset + size <= whole
+            for offset, size, whole in zip(self.offsets, self.sizes, shape, strict=True)
+        )
+
+    def overlap(self, other: Box) -> Box | None:
+        """What both cover, or None. Two scalars overlap in their one element."""
+        starts = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True))
+        ends = (
+            min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        )
+        sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
+        return Box(starts, sizes) if all(size > 0 for size in sizes) else None
+
+    def relative_to(self, other: Box) -> Box:
+        return Box(tuple(a - b for a, b in zip(self.offsets, other.offsets, strict=True)), self.sizes)
+
+
+def whole(shape: Shape) -> Box:
+    return Box((0,) * len(shape), shape)
+
+
+def strides_of(shape: Shape) -> Shape:
+    """The element strides of a contiguous tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+class Span(NamedTuple):
+    """The elements of an inner box, as they lie in an outer contiguous box: from `start`, `length` elements to the end
+    of the last one; `dense` when all of them are wanted."""
+
+    start: int
+    length: int
+    dense: bool
+
+
+def span_of(inner: Box, outer_sizes: Shape) -> Span:
+    """Where an inner box (offsets relative to the outer one) lies in the memory of the outer, contiguous box."""
+    strides = strides_of(outer_sizes)
+    start = sum(offset * stride for offset, stride in zip(inner.offsets, strides, strict=True))
+    length = sum((size - 1) * stride for size, stride in zip(inner.sizes, strides, strict=True)) + 1
+    return Span(start, length, length == inner.volume)
+
+
+def cover_exactly(boxes: Sequence[Box], shape: Shape) -> str | None:
+    """None when the boxes tile the shape: nothing missing, nothing twice. Otherwise what is wrong."""
+    for box in boxes:
+        if not box.within(shape):
+            return f"a piece at {list(box.offsets)} of size {list(box.sizes)} leaves the shape {list(shape)}"
+    covered = sum(box.volume for box in boxes)
+    expected = math.prod(shape)
+    if covered < expected:
+        return f"only {covered} of {expected} elements are there"
+    twice = _overlapping(boxes)
+    if twice is not None:
+        return f"two pieces overlap at {list(twice.offsets)}"
+    if expected == 0 and len(boxes) > 1:
+        return "an empty tensor has more than one piece"
+    return None
+
+
+def _overlapping(boxes: Sequence[Box]) -> Box | None:
+    """The first overlap of two boxes, by a sweep along the first dimension so that many shards stay cheap."""
+    ordered = sorted((box for box in boxes if box.volume), key=lambda box: box.offsets)
+    active: list[Box] = []
+    for box in ordered:
+        if box.offsets:
+            active = [other for other in active if other.offsets[0] + other.sizes[0] > box.offsets[0]]
+        for other in active:
+            shared = box.overlap(other)
+            if shared is not None:
+                return shared
+        active.append(box)
+    return None

@@ -1,0 +1,117 @@
+"""Names of folders and files: the only path arithmetic. Numbers enter, keys leave, and back; opens nothing."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from holdfast.errors import UnsafeContentError, UsageError
+
+RUN_KEY = "run.json"
+MANIFEST = "manifest.json"
+ATTEMPT = "attempt.json"
+SHARED_VALUES = "shared.json"
+ASSETS = "assets"
+LATEST_LINK = "latest"
+
+MAX_STEP = 2**63 - 1
+MAX_NAME_CHARACTERS = 1024
+_MAX_PART_BYTES = 255
+
+_FOLDER = re.compile(r"step-([0-9]{9,19})(?:\.([1-9][0-9]{0,8}))?", re.ASCII)
+_UNSAFE = re.compile(r"[\x00-\x1f\x7f\\]")
+
+
+class FolderName(NamedTuple):
+    """What the name of a checkpoint's folder says: the step, and which try at it this was, from 1 on."""
+
+    step: int
+    attempt: int
+
+
+def folder_name(step: int, attempt: int = 1) -> str:
+    """`step-000000500` for the first attempt at step 500, `step-000000500.2` for the second."""
+    check_step(step)
+    if attempt < 1:
+        raise UsageError(f"an attempt's number is 1 or more, not {attempt}")
+    return f"step-{step:09d}" if attempt == 1 else f"step-{step:09d}.{attempt}"
+
+
+def parse_folder(name: str) -> FolderName | None:
+    """The inverse of `folder_name`; None for any name that it does not make."""
+    match = _FOLDER.fullmatch(name)
+    if match is None:
+        return None
+    parsed = FolderName(int(match[1]), int(match[2] or 1))
+    # One spelling per name: `step-0000000500` or `.1` would be a second name for the same attempt.
+    if parsed.step > MAX_STEP or folder_name(*parsed) != name:
+        return None
+    return parsed
+
+
+def check_step(step: object) -> int:
+    """The step as it is, or a UsageError that says what a step may be."""
+    if isinstance(step, bool) or not isinstance(step, int):
+        raise UsageError(f"a step is an int, not {type(step).__name__} ({step!r})", advice="pass int(step)")
+    if not 0 <= step <= MAX_STEP:
+        raise UsageError(f"a step lies between 0 and 2**63 - 1, not {step}")
+    return step
+
+
+def tensor_file(rank: int, part: int = 0) -> str:
+    return f"rank-{rank:05d}.safetensors" if part == 0 else f"rank-{rank:05d}.{part}.safetensors"
+
+
+def values_file(rank: int) -> str:
+    return f"rank-{rank:05d}.json"
+
+
+def rank_scope(index: int) -> str:
+    """The scope of a component that each rank, or each rank of a group, has for itself."""
+    return f"rank-{index:05d}"
+
+
+def stage_scope(index: int) -> str:
+    """The scope of a component that belongs to one pipeline stage."""
+    return f"stage-{index:05d}"
+
+
+def tree_name(component: str, scope: str) -> str:
+    """`model`, or `loader@rank-00001` for the part of it that one scope has."""
+    return f"{component}@{scope}" if scope else component
+
+
+def leaf_name(tree: str, path: str) -> str:
+    return f"{tree}.{path}" if path else tree
+
+
+def key(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name
+
+
+def check_component_name(name: object) -> str:
+    """A component's name becomes the front of its leaves' names, so it may not hold what separates them."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_-]{0,99}", name):
+        raise UsageError(
+            f"{name!r} cannot name a component",
+            advice="use letters, digits, '_' and '-', starting with a letter, at most 100 characters",
+        )
+    return name
+
+
+def safe_relative(name: str) -> str:
+    """A relative path that stays below where it starts, or an UnsafeContentError."""
+    parts = name.split("/")
+    bad = (
+        not name
+        or len(name) > MAX_NAME_CHARACTERS
+        or _UNSAFE.search(name) is not None
+        or any(part in ("", ".", "..") or len(part.encode("utf-8", "replace")) > _MAX_PART_BYTES for part in parts)
+        or any(0xD800 <= ord(character) <= 0xDFFF for character in name)
+    )
+    if bad:
+        raise UnsafeContentError(
+            f"{name[:200]!r} is no safe file name",
+            advice="names are relative, without '..', '.', empty parts, backslashes or control characters",
+        )
+    return name

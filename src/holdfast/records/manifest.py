@@ -1,0 +1,252 @@
+"""The commit record: everything that a checkpoint consists of, as versioned JSON with a digest of itself.
+
+Records enter and bytes leave, or bytes enter and checked records leave. Opens nothing, knows no torch. Bytes that come
+from a disk are not trusted: sizes, counts and places are checked here, once, so that no reader has to.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any
+
+import msgspec
+from blake3 import blake3
+
+from holdfast.errors import CorruptCheckpointError, HoldfastError, UnsafeContentError, UnsupportedFormatError
+from holdfast.records import layout
+from holdfast.records.boxes import Box, cover_exactly
+from holdfast.records.dtypes import element_type
+
+FORMAT = 1
+BLOCK_BYTES = 1 << 20
+MAX_MANIFEST_BYTES = 1 << 30
+MAX_DIMENSIONS = 64
+_MIN_BLOCK_BYTES = 1 << 12
+_MAX_BLOCK_BYTES = 1 << 30
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+
+
+class ChunkRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One chunk of a tensor: its box in the whole, its place in a file, and a digest per block of its bytes."""
+
+    file: str
+    start: Count
+    offsets: tuple[Count, ...]
+    sizes: tuple[Count, ...]
+    digests: tuple[Digest, ...]
+
+    @property
+    def box(self) -> Box:
+        return Box(self.offsets, self.sizes)
+
+
+class TensorRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One tensor leaf, whole: its type, its shape and the chunks that make it up. `sharded`: it was one of a mesh."""
+
+    name: str
+    dtype: str
+    shape: tuple[Count, ...]
+    chunks: tuple[ChunkRecord, ...]
+    sharded: bool = False
+
+    @property
+    def item_bytes(self) -> int:
+        return element_type(self.dtype).item_bytes
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(chunk.box.volume for chunk in self.chunks) * self.item_bytes
+
+
+class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One file. A tensor file's digest runs over its header and its chunks' block digests; any other file's, over its
+    bytes. `header_bytes` is 0 for a file that is no tensor file."""
+
+    name: str
+    size_bytes: Count
+    digest: Digest
+    header_bytes: Count = 0
+
+
+class TreeRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One component's values, or those of one scope of it, and the file that holds them."""
+
+    component: str
+    kind: str
+    file: str
+    scope: str = ""
+
+    @property
+    def name(self) -> str:
+        return layout.tree_name(self.component, self.scope)
+
+
+class MeshRecord(msgspec.Struct, frozen=True, kw_only=True, order=True):
+    """A device mesh that some leaf was sharded over."""
+
+    shape: tuple[Count, ...]
+    dimensions: tuple[str, ...] = ()
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """A committed checkpoint. Values that may hold more than JSON can say (`metrics` ... `guards`) are encoded by the
+    codec."""
+
+    run_id: str
+    folder: str
+    step: Count
+    sequence: Count
+    parent: Digest | None
+    created: str
+    world_size: Count
+    meshes: tuple[MeshRecord, ...]
+    block_bytes: Count
+    files: tuple[FileRecord, ...]
+    tensors: tuple[TensorRecord, ...]
+    trees: tuple[TreeRecord, ...]
+    metrics: dict[str, Any]
+    progress: dict[str, Any]
+    extra: dict[str, Any]
+    config: Any
+    guards: dict[str, Any]
+    tags: tuple[str, ...]
+    versions: dict[str, str]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
+
+class _Envelope(msgspec.Struct, frozen=True, kw_only=True):
+    holdfast_format: int
+    digest: str = ""
+    manifest: msgspec.Raw = msgspec.Raw(b"null")
+
+
+def digest_of(data: bytes | memoryview) -> str:
+    return blake3(data).hexdigest()
+
+
+def tensor_file_digest(header: bytes, block_digests: Iterable[str]) -> str:
+    """The digest of a tensor file: over the header and then each block's digest, in the order of the file.
+
+    Every byte of the file enters it, and none has to be digested twice to have it.
+    """
+    state = blake3(header)
+    state.update(bytes.fromhex("".join(block_digests)))
+    return state.hexdigest()
+
+
+def encode_manifest(manifest: Manifest) -> tuple[bytes, str]:
+    """The bytes of `manifest.json` and the digest that is the checkpoint's identity."""
+    body = msgspec.json.encode(manifest, order="deterministic")
+    digest = digest_of(body)
+    return b'{"holdfast_format":%d,"digest":"%s","manifest":%s}\n' % (FORMAT, digest.encode(), body), digest
+
+
+def decode_manifest(data: bytes) -> tuple[Manifest, str]:
+    """Check bytes that claim to be a manifest, and give the record and its digest."""
+    try:
+        envelope = msgspec.json.decode(data, type=_Envelope)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise CorruptCheckpointError(f"it is no manifest: {error}", file=layout.MANIFEST) from None
+    if envelope.holdfast_format > FORMAT:
+        raise UnsupportedFormatError(
+            f"written in format {envelope.holdfast_format}; this version reads formats up to {FORMAT}",
+            file=layout.MANIFEST,
+            advice="use a newer version of Holdfast",
+        )
+    if envelope.holdfast_format < 1:
+        raise CorruptCheckpointError(f"there is no format {envelope.holdfast_format}", file=layout.MANIFEST)
+    body = bytes(envelope.manifest)
+    if digest_of(body) != envelope.digest:
+        raise CorruptCheckpointError("its content does not have the digest that it states", file=layout.MANIFEST)
+    try:
+        manifest = msgspec.json.decode(body, type=Manifest)
+        _check(manifest)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise CorruptCheckpointError(f"it is no manifest: {error}", file=layout.MANIFEST) from None
+    except (UnsupportedFormatError, UnsafeContentError, CorruptCheckpointError) as error:
+        raise error.at(file=layout.MANIFEST) from None
+    return manifest, envelope.digest
+
+
+def _check(manifest: Manifest) -> None:
+    """Everything that a reader relies on. A manifest with a right digest can still have been made by somebody."""
+    if layout.parse_folder(manifest.folder) is None:
+        raise CorruptCheckpointError(f"{manifest.folder!r} is no checkpoint's name")
+    if not _MIN_BLOCK_BYTES <= manifest.block_bytes <= _MAX_BLOCK_BYTES:
+        raise CorruptCheckpointError(f"blocks of {manifest.block_bytes} bytes are outside of the limits")
+    files = {file.name: file for file in manifest.files}
+    if len(files) != len(manifest.files):
+        raise CorruptCheckpointError("a file is listed twice")
+    for file in manifest.files:
+        layout.safe_relative(file.name)
+        if file.header_bytes > file.size_bytes:
+            raise CorruptCheckpointError(f"{file.name} has a header larger than itself")
+    _check_trees(manifest.trees, files)
+    _check_tensors(manifest, files)
+
+
+def _check_trees(trees: Iterable[TreeRecord], files: Mapping[str, FileRecord]) -> None:
+    seen = set()
+    for tree in trees:
+        try:
+            layout.check_component_name(tree.component)
+        except HoldfastError as error:
+            raise CorruptCheckpointError(error.problem) from None
+        if re.fullmatch(r"(?:(?:rank|stage)-[0-9]{5,9})?", tree.scope, re.ASCII) is None:
+            raise CorruptCheckpointError(f"{tree.scope!r} is no scope", component=tree.component)
+        if tree.name in seen:
+            raise CorruptCheckpointError(f"the values of '{tree.name}' are listed twice")
+        if tree.file not in files:
+            raise CorruptCheckpointError(f"the values of '{tree.name}' lie in {tree.file!r}, which is not listed")
+        seen.add(tree.name)
+
+
+def _check_tensors(manifest: Manifest, files: Mapping[str, FileRecord]) -> None:
+    seen = set()
+    used: dict[str, list[tuple[int, int, str]]] = {}
+    for tensor in manifest.tensors:
+        if tensor.name in seen:
+            raise CorruptCheckpointError("a tensor is listed twice", leaf=tensor.name)
+        seen.add(tensor.name)
+        if len(tensor.shape) > MAX_DIMENSIONS or len(tensor.name) > layout.MAX_NAME_CHARACTERS:
+            raise CorruptCheckpointError("the name or the number of dimensions is over the limit", leaf=tensor.name)
+        item_bytes = tensor.item_bytes
+        for chunk in tensor.chunks:
+            size = _check_chunk(tensor, chunk, item_bytes, manifest.block_bytes, files)
+            used.setdefault(chunk.file, []).append((chunk.start, chunk.start + size, tensor.name))
+        wrong = cover_exactly([chunk.box for chunk in tensor.chunks], tensor.shape)
+        if wrong is not None:
+            raise CorruptCheckpointError(wrong, leaf=tensor.name)
+    for name, ranges in used.items():
+        _check_ranges(files[name], sorted(ranges))
+
+
+def _check_chunk(
+    tensor: TensorRecord, chunk: ChunkRecord, item_bytes: int, block_bytes: int, files: Mapping[str, FileRecord]
+) -> int:
+    size = chunk.box.volume * item_bytes
+    file = files.get(chunk.file)
+    if file is None:
+        raise CorruptCheckpointError(f"a chunk lies in {chunk.file!r}, which is not listed", leaf=tensor.name)
+    if chunk.start < file.header_bytes or chunk.start + size > file.size_bytes:
+        raise CorruptCheckpointError(f"a chunk lies outside of {chunk.file}", leaf=tensor.name)
+    if len(chunk.digests) != -(-size // block_bytes):
+        raise CorruptCheckpointError("a chunk's number of digests does not fit its size", leaf=tensor.name)
+    return size
+
+
+def _check_ranges(file: FileRecord, ranges: list[tuple[int, int, str]]) -> None:
+    """A tensor file is its header and its chunks, back to back: no byte is outside of a digest, none in two."""
+    position = file.header_bytes
+    for start, end, leaf in ranges:
+        if start != position:
+            raise CorruptCheckpointError(f"the chunks of {file.name} do not lie back to back", leaf=leaf)
+        position = end
+    if position != file.size_bytes:
+        raise CorruptCheckpointError(f"{file.name} has bytes that belong to no tensor")

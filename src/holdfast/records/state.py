@@ -1,0 +1,96 @@
+"""What a capture found and what a plan decided, as values that stages hand on and ranks send each other.
+
+The live tensors themselves travel in `CapturedTree`, which never leaves its process; everything that does is plain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from holdfast.records.boxes import Box
+from holdfast.records.codec import Json
+from holdfast.records.manifest import ChunkRecord, FileRecord, MeshRecord
+
+TreeKind = Literal["module", "optimizer", "values"]
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedTree:
+    """One component's state on this rank: its values, encoded, and its tensors by their path in them.
+
+    `scope` is None when the ranks must compare their states to know whether they share one.
+    """
+
+    component: str
+    kind: TreeKind
+    scope: str | None
+    values: Json
+    tensors: Mapping[str, Any]
+
+
+class TreeEntry(msgspec.Struct, frozen=True, array_like=True):
+    """A captured tree as the leader sees it. `values` travels only where the leader may have to merge."""
+
+    component: str
+    kind: str
+    scope: str | None
+    digest: str
+    values: msgspec.Raw
+
+
+class PartEntry(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of one tree as the leader sees it: the whole's type and shape, and the box that this rank holds."""
+
+    tree: int
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    sharded: bool
+
+
+class FrozenEntry(msgspec.Struct, frozen=True, array_like=True):
+    """A piece of a parameter that is not stored, by its fingerprint. Fingerprints of a tensor's pieces add up."""
+
+    component: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    fingerprint: int
+
+
+class Inventory(msgspec.Struct, frozen=True, array_like=True):
+    """All that one rank could write, and what it leaves out on purpose."""
+
+    trees: tuple[TreeEntry, ...]
+    parts: tuple[PartEntry, ...]
+    meshes: tuple[MeshRecord, ...]
+    frozen: tuple[FrozenEntry, ...] = ()
+
+
+class Duty(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank writes: the scope of each of its trees, which trees' values, and which parts, by their index."""
+
+    scopes: tuple[str, ...]
+    trees: tuple[int, ...]
+    parts: tuple[int, ...]
+
+
+class SavePlan(msgspec.Struct, frozen=True, array_like=True):
+    """The leader's decision about one save. When the step is `committed` already there is nothing to write."""
+
+    folder: str
+    duties: tuple[Duty, ...] = ()
+    committed: bool = False
+
+
+class Receipt(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank wrote and made durable."""
+
+    files: tuple[FileRecord, ...]
+    chunks: tuple[tuple[str, ChunkRecord], ...]

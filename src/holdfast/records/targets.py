@@ -1,0 +1,38 @@
+"""What a restore wants of a checkpoint: boxes of leaves, the memory to put them into, and who takes them up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.records.boxes import Box
+from holdfast.records.manifest import TensorRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Fill `target`, a torch tensor, with a box of a leaf. `fresh`: nothing but this request knows the target yet."""
+
+    leaf: TensorRecord
+    box: Box
+    target: Any
+    fresh: bool
+
+
+@dataclass(slots=True)
+class Fitted:
+    """One component fitted to its saved state. `take_up` hands the state over once the requests are filled.
+
+    `unused` are leaves of the checkpoint that this rank has no place for; another rank may have one.
+    """
+
+    component: str
+    kind: str
+    skipped: str = ""
+    requests: list[Request] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+    globs: set[str] = field(default_factory=set)
+    take_up: Callable[[], None] = lambda: None

@@ -1,0 +1,132 @@
+"""The frame of a tensor file: an ordinary safetensors header, padded so that the data starts on a 4 KiB boundary.
+
+Chunks enter in any order; the header and each chunk's place leave. Knows no torch and opens nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from holdfast.errors import CorruptCheckpointError
+from holdfast.records.boxes import Box
+from holdfast.records.dtypes import STORED_CODES, element_type
+
+ALIGNMENT = 4096
+MAX_HEADER_BYTES = 100_000_000
+"""The limit that safetensors itself puts on a header."""
+
+
+@dataclass(frozen=True, slots=True)
+class FramedChunk:
+    """One chunk of a leaf as a file holds it."""
+
+    leaf: str
+    dtype: str
+    box: Box
+
+    @property
+    def size_bytes(self) -> int:
+        return self.box.volume * element_type(self.dtype).item_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A file's header and the absolute place of each chunk, in the order in which the file holds them."""
+
+    header: bytes
+    chunks: tuple[FramedChunk, ...]
+    starts: tuple[int, ...]
+    size_bytes: int
+
+
+def frame(chunks: Sequence[FramedChunk]) -> Frame:
+    """Lay chunks out as one safetensors file, without holes."""
+    # Larger elements first: each chunk then starts at a multiple of its element's size, which mapping readers need.
+    ordered = tuple(sorted(chunks, key=lambda chunk: -element_type(chunk.dtype).alignment))
+    entries: dict[str, object] = {"__metadata__": _notes(ordered)}
+    position = 0
+    relative = []
+    for chunk in ordered:
+        kind = element_type(chunk.dtype)
+        end = position + chunk.size_bytes
+        entries[chunk.leaf] = {
+            "dtype": kind.code,
+            "shape": kind.stored_shape(chunk.box.sizes),
+            "data_offsets": (position, end),
+        }
+        relative.append(position)
+        position = end
+    header = _padded(msgspec.json.encode(entries))
+    return Frame(header, ordered, tuple(len(header) + start for start in relative), len(header) + position)
+
+
+def _notes(chunks: Sequence[FramedChunk]) -> dict[str, str]:
+    """The note that lets PyTorch's own reader put shards together. It wants every key of the file in it."""
+    offsets = {
+        chunk.leaf: {"saved_offsets": element_type(chunk.dtype).stored_offsets(chunk.box.offsets)} for chunk in chunks
+    }
+    return {
+        "format": "pt",
+        "holdfast_format": "1",
+        "DCP_VERSION": "1.0",
+        "DCP_SHARDING_INFO": msgspec.json.encode(offsets).decode(),
+    }
+
+
+def _padded(text: bytes) -> bytes:
+    length = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT - 8
+    return struct.pack("<Q", length) + text.ljust(length, b" ")
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderEntry:
+    """What a header says of one tensor: the stored type and shape, and its bytes' absolute place."""
+
+    code: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+class _RawEntry(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def header_length(first_bytes: bytes, file_bytes: int) -> int:
+    """The whole header's length, its own eight bytes counted in, checked against the file before anything is read."""
+    if len(first_bytes) != 8:
+        raise CorruptCheckpointError("the file is too short for a safetensors header")
+    length = 8 + int(struct.unpack("<Q", first_bytes)[0])
+    if length > min(file_bytes, MAX_HEADER_BYTES):
+        raise CorruptCheckpointError(f"the header claims {length} bytes, the file has {file_bytes}")
+    return length
+
+
+def parse_header(header: bytes, file_bytes: int) -> dict[str, HeaderEntry]:
+    """Every tensor that a header lists. A header that lies about sizes or places is refused."""
+    try:
+        raw = msgspec.json.decode(header[8:], type=dict[str, msgspec.Raw])
+        raw.pop("__metadata__", None)
+        entries = {name: msgspec.json.decode(entry, type=_RawEntry) for name, entry in raw.items()}
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise CorruptCheckpointError(f"the header is no safetensors header: {error}") from None
+    return {name: _checked(name, entry, len(header), file_bytes) for name, entry in entries.items()}
+
+
+def _checked(name: str, entry: _RawEntry, base: int, file_bytes: int) -> HeaderEntry:
+    item_bytes = STORED_CODES.get(entry.dtype)
+    start, end = entry.data_offsets
+    if item_bytes is None:
+        raise CorruptCheckpointError(f"the header names an unknown type {entry.dtype!r}", leaf=name)
+    if any(size < 0 for size in entry.shape) or math.prod(entry.shape) * item_bytes != end - start:
+        raise CorruptCheckpointError(f"the header's shape {list(entry.shape)} does not fit its bytes", leaf=name)
+    if not 0 <= start <= end <= file_bytes - base:
+        raise CorruptCheckpointError(f"the header places bytes {start}-{end} outside of the file", leaf=name)
+    return HeaderEntry(entry.dtype, entry.shape, base + start, base + end)

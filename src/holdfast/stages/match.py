@@ -1,0 +1,361 @@
+"""Fit a checkpoint to the live objects: which leaf goes where. Changes nothing; what does not fit is listed.
+
+A checkpoint with its values, and live components, enter. For each component the memory to fill and the act that takes the
+state up leave, or what is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor import DTensor, Replicate
+
+from holdfast.components import PerRank, RNGState, Trainable
+from holdfast.errors import CorruptCheckpointError, StateMismatchError
+from holdfast.live import component_state, live_tree, load_optimizer
+from holdfast.naming import kind_of, optimizer_names, scopes_in_world, unwrap
+from holdfast.records import layout
+from holdfast.records.codec import Json, decode
+from holdfast.records.manifest import TensorRecord, TreeRecord
+from holdfast.records.strategy import LoadStrategy
+from holdfast.records.targets import Fitted, Request
+from holdfast.tensors import dtype_name, held_piece, is_sharded, torch_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """What a checkpoint holds, ready to be looked up: leaves by name, trees by component, values by tree."""
+
+    leaves: Mapping[str, TensorRecord]
+    trees: Mapping[str, Sequence[TreeRecord]]
+    values: Callable[[TreeRecord], Json]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where this rank stands."""
+
+    rank: int
+    size: int
+    pipeline_stage: int | None
+
+
+def match(name: str, components: Mapping[str, Any], saved: SavedState, strategy: LoadStrategy, place: Place) -> Fitted:
+    """Fit one component."""
+    component = components[name]
+    fitted = Fitted(name, kind_of(name, component))
+    trees = _trees_for(name, component, saved.trees[name], strategy, place)
+    if not trees:
+        fitted.skipped = "its per-rank state is of another number of ranks"
+        return fitted
+    if trees[0].kind != fitted.kind:
+        raise StateMismatchError(f"it was saved as '{trees[0].kind}' and is '{fitted.kind}' now", component=name)
+    matcher = _Matcher(fitted, component, components, saved, strategy)
+    if fitted.kind == "module":
+        matcher.match_module(trees[0])
+    elif fitted.kind == "optimizer":
+        matcher.match_optimizer(trees[0])
+    elif len(trees) == 1:
+        matcher.match_values(trees[0])
+    else:
+        matcher.match_world(trees, *scopes_in_world(component, rank=place.rank, size=place.size))
+    return fitted
+
+
+def _trees_for(
+    name: str, component: Any, trees: Sequence[TreeRecord], strategy: LoadStrategy, place: Place
+) -> list[TreeRecord]:
+    """The tree that this rank takes; all of them when the component adapts to another world; none to leave it."""
+    by_scope = {tree.scope: tree for tree in trees}
+    if "" in by_scope:
+        return [by_scope[""]]
+    if any(scope.startswith("stage-") for scope in by_scope):
+        return [_stage_tree(name, by_scope, place)]
+    index, count = scopes_in_world(component, rank=place.rank, size=place.size)
+    if count == len(by_scope) and layout.rank_scope(index) in by_scope:
+        return [by_scope[layout.rank_scope(index)]]
+    if strategy.on_world_change == "skip":
+        return []
+    if strategy.on_world_change == "adapt":
+        if not callable(getattr(unwrap(component), "load_world_state", None)):
+            raise StateMismatchError(
+                f"it has the state of {len(by_scope)} ranks, there are {count} now, and it has no load_world_state()",
+                component=name,
+                advice="give it load_world_state(states, index, count), or leave it out with skip=",
+            )
+        return [by_scope[scope] for scope in sorted(by_scope)]
+    raise StateMismatchError(
+        f"it has the state of {len(by_scope)} ranks and there are {count} now",
+        component=name,
+        advice="choose on_world_change='skip' or 'adapt' in the LoadStrategy; "
+        "wrap the component in Shared(...) if it is the same on all ranks",
+    )
+
+
+def _stage_tree(name: str, by_scope: Mapping[str, TreeRecord], place: Place) -> TreeRecord:
+    scope = "" if place.pipeline_stage is None else layout.stage_scope(place.pipeline_stage)
+    if scope not in by_scope:
+        raise StateMismatchError(
+            f"it was saved in {len(by_scope)} pipeline stages; this rank has pipeline_stage={place.pipeline_stage}",
+            component=name,
+            advice="give the manager the pipeline_stage= of this rank",
+        )
+    return by_scope[scope]
+
+
+class _Matcher:
+    """Fits one component; writes what it finds into its `Fitted`."""
+
+    def __init__(
+        self,
+        fitted: Fitted,
+        component: Any,
+        components: Mapping[str, Any],
+        saved: SavedState,
+        strategy: LoadStrategy,
+    ) -> None:
+        self.fitted = fitted
+        self.component = component
+        self.components = components
+        self.saved = saved
+        self.strategy = strategy
+
+    def match_module(self, tree: TreeRecord) -> None:
+        module = unwrap(self.component)
+        live = live_tree(self.fitted.component, self.component, self.components, None)
+        live_values, saved_values = _object(live.values, tree), _object(self.saved.values(tree), tree)
+        wanted: dict[str, list[str]] = {}
+        extras: dict[str, Json] = {}
+        for key, value in live_values.items():
+            if self._excluded(layout.leaf_name(tree.name, key)):
+                continue
+            if key not in saved_values:
+                self.fitted.missing.append(layout.leaf_name(tree.name, key))
+            elif (reference := _reference(value)) is not None:
+                wanted.setdefault(reference, []).append(key)
+            else:
+                extras[key] = saved_values[key]
+        self._note_unused(tree, [key for key in saved_values if key not in live_values])
+        for path, keys in wanted.items():
+            self._want(tree, live.tensors[path], keys, saved_values)
+        state = component_state(self.fitted.component, self.component, self.components)
+        strict = not isinstance(self.component, Trainable)
+
+        def take_up() -> None:
+            # The tensors in it are the live ones, filled by now: what is left to do is what the modules' own hooks and
+            # extra states want to do.
+            for key, value in extras.items():
+                state[key] = decode(value, path=f"{tree.name}.{key}", tensor=None)
+            set_model_state_dict(module, state, options=StateDictOptions(strict=strict))
+
+        self.fitted.take_up = take_up
+
+    def match_optimizer(self, tree: TreeRecord) -> None:
+        optimizer = unwrap(self.component)
+        names = optimizer_names(optimizer, self.components, self.fitted.component)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        saved_values = _object(self.saved.values(tree), tree)
+        saved_state = _object(saved_values.get("state", {}), tree)
+        groups = [_object(group, tree) for group in _list(saved_values.get("param_groups", []), tree)]
+        known = {name for group in groups for name in _list(group.get("params"), tree)}
+        self.fitted.missing += [layout.leaf_name(tree.name, f"state.{name}") for name in names if name not in known]
+        self._note_unused(tree, [f"state.{name}" for name in sorted(known - set(names))])
+        packed_groups = _packed_groups(optimizer, names, groups, self.fitted)
+        states: dict[Any, Any] = {}
+        for index, name in enumerate(names):
+            if name in saved_state:
+                state = self._match_parameter(tree, saved_state[name], optimizer, parameters[index], name)
+                if state is not None:
+                    states[index] = state
+            elif name not in known and parameters[index] in optimizer.state:
+                states[index] = optimizer.state[parameters[index]]
+        for name in saved_state.keys() - known:
+            states[name] = self._decode(tree, saved_state[name], f"state.{name}")
+        rest = {
+            key: self._decode(tree, value, key)
+            for key, value in saved_values.items()
+            if key not in ("state", "param_groups")
+        }
+        decoded = [self._decode(tree, group, "param_groups") for group in packed_groups]
+        self.fitted.take_up = partial(load_optimizer, optimizer, states, decoded, rest)
+
+    def match_values(self, tree: TreeRecord) -> None:
+        state = self._decode(tree, self.saved.values(tree), "", self._template(tree))
+        self.fitted.take_up = lambda: unwrap(self.component).load_state_dict(state)
+
+    def match_world(self, trees: Sequence[TreeRecord], index: int, count: int) -> None:
+        states = [self._decode(tree, self.saved.values(tree), "") for tree in trees]
+        self.fitted.take_up = lambda: unwrap(self.component).load_world_state(states, index, count)
+
+    def _match_parameter(
+        self, tree: TreeRecord, values: Json, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, name: str
+    ) -> Any:
+        """The state of one parameter: in the optimizer's own memory where it has some, else in new memory like it."""
+        prefix = f"state.{name}."
+        live = optimizer.state.get(parameter, {})
+        names = (
+            [leaf for leaf in self.saved.leaves if leaf.startswith(layout.leaf_name(tree.name, prefix))]
+            if self.strategy.exclude
+            else []
+        )
+        if any([self._excluded(leaf) for leaf in names]):
+            return dict(live) or None
+
+        def target(reference: str) -> torch.Tensor:
+            leaf = self._leaf(tree, reference)
+            current = live.get(reference.removeprefix(prefix)) if isinstance(live, Mapping) else None
+            wrong = _misfit(leaf, parameter)
+            if wrong is not None:
+                self.fitted.mismatched.append(f"{leaf.name}: {wrong}")
+            if isinstance(current, torch.Tensor) and _fits(leaf, current):
+                return self._fill(leaf, current, fresh=False)
+            return self._fill(leaf, _like_parameter(leaf, parameter), fresh=True)
+
+        return decode(values, path=layout.leaf_name(tree.name, f"state.{name}"), tensor=target)
+
+    def _want(
+        self, tree: TreeRecord, tensor: torch.Tensor, keys: Sequence[str], saved_values: Mapping[str, Json]
+    ) -> None:
+        """One live tensor, known by one name or, when it is tied, by several."""
+        references = {key: _reference(saved_values[key]) for key in keys}
+        for key, reference in references.items():
+            if reference is None:
+                self.fitted.mismatched.append(f"{layout.leaf_name(tree.name, key)}: was no tensor when it was saved")
+                return
+        leaves = [self._leaf(tree, reference) for reference in references.values() if reference is not None]
+        if len({tuple(chunk.digests for chunk in leaf.chunks) for leaf in leaves}) > 1:
+            self.fitted.mismatched.append(f"{leaves[0].name}: is tied to {leaves[1].name} now, and differed when saved")
+        leaf = leaves[0]
+        if not _fits(leaf, tensor):
+            self.fitted.mismatched.append(
+                f"{leaf.name}: {leaf.dtype} {list(leaf.shape)} in the checkpoint, "
+                f"{dtype_name(tensor)} {list(tensor.shape)} now"
+            )
+            return
+        self._fill(leaf, tensor, fresh=False)
+
+    def _template(self, tree: TreeRecord) -> Mapping[str, torch.Tensor]:
+        """The component's live tensors, where the saved ones must know a device or a mesh to go to."""
+        if isinstance(self.component, PerRank | RNGState):
+            return {}
+        if not any(name.startswith(f"{tree.name}.") for name in self.saved.leaves):
+            return {}
+        return live_tree(self.fitted.component, self.component, self.components, None).tensors
+
+    def _decode(
+        self, tree: TreeRecord, values: Json, path: str, template: Mapping[str, torch.Tensor] | None = None
+    ) -> Any:
+        def target(reference: str) -> torch.Tensor:
+            leaf = self._leaf(tree, reference)
+            live = (template or {}).get(reference)
+            if live is not None and self._excluded(leaf.name):
+                return live
+            if live is not None and is_sharded(live) and _fits(leaf, live):
+                return self._fill(leaf, torch.empty_like(live), fresh=True)
+            device = live.device if live is not None else torch.device("cpu")
+            return self._fill(leaf, torch.empty(leaf.shape, dtype=torch_dtype(leaf.dtype), device=device), fresh=True)
+
+        return decode(values, path=layout.leaf_name(tree.name, path), tensor=target)
+
+    def _fill(self, leaf: TensorRecord, tensor: torch.Tensor, *, fresh: bool) -> torch.Tensor:
+        box, local = held_piece(tensor, leaf=leaf.name)
+        if box.volume:
+            self.fitted.requests.append(Request(leaf, box, local, fresh))
+        return tensor
+
+    def _leaf(self, tree: TreeRecord, reference: str) -> TensorRecord:
+        name = layout.leaf_name(tree.name, reference)
+        try:
+            return self.saved.leaves[name]
+        except KeyError:
+            raise CorruptCheckpointError(
+                "its values name a tensor that is not listed", leaf=name, file=tree.file
+            ) from None
+
+    def _excluded(self, leaf: str) -> bool:
+        glob = self.strategy.excluding(leaf)
+        if glob is not None:
+            self.fitted.globs.add(glob)
+        return glob is not None
+
+    def _note_unused(self, tree: TreeRecord, keys: Sequence[str]) -> None:
+        names = (layout.leaf_name(tree.name, key) for key in keys)
+        self.fitted.unused += [name for name in names if not self._excluded(name)]
+
+
+def _fits(leaf: TensorRecord, tensor: torch.Tensor) -> bool:
+    return tuple(tensor.shape) == leaf.shape and tensor.dtype == torch_dtype(leaf.dtype)
+
+
+def _misfit(leaf: TensorRecord, parameter: torch.Tensor) -> str | None:
+    """State of a parameter has its shape, or is reduced along some of its dimensions, or is of another rank."""
+    if len(leaf.shape) != parameter.dim() or not leaf.shape:
+        return None
+    if all(size in (1, live) for size, live in zip(leaf.shape, parameter.shape, strict=True)):
+        return None
+    return f"{list(leaf.shape)} in the checkpoint, for a parameter of {list(parameter.shape)}"
+
+
+def _like_parameter(leaf: TensorRecord, parameter: torch.Tensor) -> torch.Tensor:
+    """New memory for a piece of optimizer state, sharded like the parameter that it belongs to."""
+    dtype = torch_dtype(leaf.dtype)
+    if tuple(parameter.shape) == leaf.shape and len(leaf.shape) > 0:
+        return torch.empty_like(parameter.detach(), dtype=dtype)
+    full = torch.empty(leaf.shape, dtype=dtype, device=parameter.device if leaf.sharded or leaf.shape else "cpu")
+    if leaf.sharded and isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        return DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return full
+
+
+def _packed_groups(
+    optimizer: torch.optim.Optimizer, names: Sequence[str], groups: Sequence[dict[str, Json]], fitted: Fitted
+) -> list[dict[str, Any]]:
+    """The saved options of each live group, with the parameters' numbers in place of their names."""
+    by_name = {str(name): group for group in groups for name in group["params"]}  # type: ignore[union-attr]
+    packed, start = [], 0
+    for index, live in enumerate(optimizer.param_groups):
+        numbers = list(range(start, start + len(live["params"])))
+        start += len(numbers)
+        found = [by_name[names[number]] for number in numbers if names[number] in by_name]
+        options = [{key: value for key, value in group.items() if key != "params"} for group in found]
+        if any(option != options[0] for option in options[1:]):
+            fitted.mismatched.append(
+                f"{fitted.component}.param_groups.{index}: its parameters were in different groups"
+            )
+        if not options:
+            options = _options_of_empty_group(index, live, groups)
+        packed.append({**options[0], "params": numbers})
+    return packed
+
+
+def _options_of_empty_group(
+    index: int, live: Mapping[str, Any], groups: Sequence[dict[str, Json]]
+) -> list[dict[str, Any]]:
+    """A group of which no parameter was saved takes the options that stood in its place, if those had none either."""
+    if index < len(groups) and not groups[index]["params"]:
+        return [{key: value for key, value in groups[index].items() if key != "params"}]
+    plain = {key: value for key, value in live.items() if isinstance(value, bool | int | float | str | None)}
+    return [plain]
+
+
+def _reference(value: Json) -> str | None:
+    reference = value.get("$tensor") if isinstance(value, dict) else None
+    return reference if isinstance(reference, str) else None
+
+
+def _object(value: Json, tree: TreeRecord) -> dict[str, Json]:
+    if not isinstance(value, dict) or any(key.startswith("$") for key in value):
+        raise CorruptCheckpointError(f"the values of '{tree.name}' have no names", file=tree.file)
+    return value
+
+
+def _list(value: Json, tree: TreeRecord) -> list[Any]:
+    if not isinstance(value, list):
+        raise CorruptCheckpointError(f"the values of '{tree.name}' are not what an optimizer has", file=tree.file)
+    return value

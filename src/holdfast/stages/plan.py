@@ -1,0 +1,240 @@
+"""Decide who writes what. Every rank's inventory enters, each rank's duty leaves. Knows no torch, no files.
+
+A leaf that several ranks hold is written once, by the rank that has least to write so far. How a sharded tensor is cut
+was decided by PyTorch before; here the pieces are only checked to make up the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from holdfast.errors import UsageError
+from holdfast.records import layout
+from holdfast.records.boxes import Box, cover_exactly
+from holdfast.records.codec import Json
+from holdfast.records.dtypes import element_type
+from holdfast.records.manifest import digest_of
+from holdfast.records.state import Duty, FrozenEntry, Inventory, PartEntry, TreeEntry
+
+
+@dataclass(frozen=True, slots=True)
+class LeafPlan:
+    """One tensor as a whole, as the manifest will list it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    sharded: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TreePlan:
+    """One tree as the manifest will list it, who writes it, and its merged values where ranks hold parts of it."""
+
+    component: str
+    kind: str
+    scope: str
+    owner: int
+    merged: Json | None = None
+
+    @property
+    def name(self) -> str:
+        return layout.tree_name(self.component, self.scope)
+
+    @property
+    def file(self) -> str:
+        return layout.SHARED_VALUES if self.scope == "" and self.owner == 0 else layout.values_file(self.owner)
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalPlan:
+    """The whole save: what each rank does, and what the manifest will list."""
+
+    duties: tuple[Duty, ...]
+    leaves: tuple[LeafPlan, ...]
+    trees: tuple[TreePlan, ...]
+    size_bytes: int
+
+
+def plan(inventories: Sequence[Inventory]) -> GlobalPlan:
+    """Who writes what, from what everybody has."""
+    scopes = _agree_on_scopes(inventories)
+    trees = _assign_trees(inventories, scopes)
+    leaves, parts, size_bytes = _assign_parts(inventories, scopes)
+    duties = tuple(
+        Duty(
+            scopes=scopes[rank],
+            trees=tuple(
+                index
+                for index, tree in enumerate(inventory.trees)
+                if trees[layout.tree_name(tree.component, scopes[rank][index])].owner == rank
+            ),
+            parts=tuple(parts[rank]),
+        )
+        for rank, inventory in enumerate(inventories)
+    )
+    return GlobalPlan(duties, tuple(leaves), tuple(trees.values()), size_bytes)
+
+
+def frozen_guards(entries: Iterable[FrozenEntry]) -> dict[str, str]:
+    """One guard per component with a frozen base, the same however the base is sharded."""
+    pieces: dict[str, dict[tuple[str, str, tuple[int, ...], Box], int]] = {}
+    for entry in entries:
+        held = pieces.setdefault(entry.component, {})
+        held[(entry.name, entry.dtype, entry.shape, entry.box)] = entry.fingerprint
+    guards = {}
+    for component, held in pieces.items():
+        sums: dict[tuple[str, str, tuple[int, ...]], int] = {}
+        for (name, dtype, shape, _), value in held.items():
+            sums[name, dtype, shape] = (sums.get((name, dtype, shape), 0) + value) % 2**63
+        guards[f"frozen:{component}"] = digest_of(
+            msgspec.json.encode(sorted((list(key), v) for key, v in sums.items()))
+        )
+    return guards
+
+
+def _agree_on_scopes(inventories: Sequence[Inventory]) -> list[tuple[str, ...]]:
+    """The scope of every tree on every rank. Undecided ones are shared when all ranks have the same state."""
+    digests: dict[str, set[str]] = {}
+    holders: dict[str, int] = {}
+    for inventory in inventories:
+        for tree in inventory.trees:
+            if tree.scope is None:
+                digests.setdefault(tree.component, set()).add(tree.digest)
+                holders[tree.component] = holders.get(tree.component, 0) + 1
+    shared = {name for name, seen in digests.items() if len(seen) == 1 and holders[name] == len(inventories)}
+
+    def scope(rank: int, tree: TreeEntry) -> str:
+        if tree.scope is not None:
+            return tree.scope
+        return "" if tree.component in shared else layout.rank_scope(rank)
+
+    return [tuple(scope(rank, tree) for tree in inventory.trees) for rank, inventory in enumerate(inventories)]
+
+
+def _assign_trees(inventories: Sequence[Inventory], scopes: Sequence[tuple[str, ...]]) -> dict[str, TreePlan]:
+    """The lowest rank that has a tree writes its values; what ranks hold in parts is merged by the leader."""
+    holders: dict[str, list[tuple[int, TreeEntry]]] = {}
+    for rank, inventory in enumerate(inventories):
+        for tree, scope in zip(inventory.trees, scopes[rank], strict=True):
+            holders.setdefault(layout.tree_name(tree.component, scope), []).append((rank, tree))
+    trees = {}
+    for name, held in holders.items():
+        owner, first = held[0]
+        scope = name.partition("@")[2]
+        if len({tree.kind for _, tree in held}) > 1:
+            raise UsageError("the ranks have different kinds of object under this name", component=first.component)
+        merged = None
+        if first.kind != "values" and len({tree.digest for _, tree in held}) > 1:
+            merged, owner = _merge(first.component, scope, [tree for _, tree in held]), 0
+        trees[name] = TreePlan(first.component, first.kind, scope, owner, merged)
+    return trees
+
+
+def _merge(component: str, scope: str, trees: Sequence[TreeEntry]) -> Json:
+    """One tree out of the parts that pipeline ranks hold, as long as no two of them disagree."""
+    if scope:
+        raise UsageError(f"the ranks of '{scope}' have different values", component=component)
+    merged: dict[str, Any] = {}
+    for tree in trees:
+        values = msgspec.msgpack.decode(tree.values)
+        groups = values.pop("param_groups", None) if tree.kind == "optimizer" else None
+        _merge_into(merged, values, component)
+        for group in groups or ():
+            if group not in merged.setdefault("param_groups", []):
+                merged["param_groups"].append(group)
+    return merged
+
+
+def _merge_into(merged: dict[str, Any], values: dict[str, Any], path: str) -> None:
+    for name, value in values.items():
+        known = merged.setdefault(name, value)
+        if known == value:
+            continue
+        if not (isinstance(known, dict) and isinstance(value, dict)) or any(key.startswith("$") for key in known):
+            raise UsageError(
+                "the ranks hold different values under one name",
+                component=path.partition(".")[0],
+                leaf=f"{path}.{name}",
+                advice="give pipeline_stage= to the manager when the stages' names collide, "
+                "or wrap the component in PerRank or Shared",
+            )
+        _merge_into(known, value, f"{path}.{name}")
+
+
+@dataclass(slots=True)
+class _Holding:
+    """All that is known of one leaf: who holds which box of it."""
+
+    plan: LeafPlan
+    first: tuple[int, PartEntry]
+    boxes: dict[Box, list[tuple[int, int]]]
+
+
+def _assign_parts(
+    inventories: Sequence[Inventory], scopes: Sequence[tuple[str, ...]]
+) -> tuple[list[LeafPlan], list[list[int]], int]:
+    holdings = _collect_holdings(inventories, scopes)
+    load = [0] * len(inventories)
+    parts: list[list[int]] = [[] for _ in inventories]
+    for holding in holdings.values():
+        item_bytes = element_type(holding.plan.dtype).item_bytes
+        for box, holders in holding.boxes.items():
+            rank, index = min(holders, key=lambda holder: load[holder[0]])
+            parts[rank].append(index)
+            load[rank] += box.volume * item_bytes
+    for indices in parts:
+        indices.sort()
+    return [holding.plan for holding in holdings.values()], parts, sum(load)
+
+
+def _collect_holdings(inventories: Sequence[Inventory], scopes: Sequence[tuple[str, ...]]) -> dict[str, _Holding]:
+    holdings: dict[str, _Holding] = {}
+    for rank, inventory in enumerate(inventories):
+        names = [
+            layout.tree_name(tree.component, scope) for tree, scope in zip(inventory.trees, scopes[rank], strict=True)
+        ]
+        for index, part in enumerate(inventory.parts):
+            name = layout.leaf_name(names[part.tree], part.path)
+            leaf = LeafPlan(name, part.dtype, part.shape, part.sharded)
+            holding = holdings.setdefault(name, _Holding(leaf, (rank, part), {}))
+            if holding.plan != leaf:
+                raise _disagreement(name, holding, rank, part)
+            # A rank that got nothing of an uneven cut writes nothing, but an empty tensor is a tensor.
+            if part.box.volume or 0 in part.shape:
+                holding.boxes.setdefault(part.box, []).append((rank, index))
+    for name, holding in holdings.items():
+        if 0 in holding.plan.shape:
+            _keep_one_empty(holding)
+        wrong = cover_exactly(list(holding.boxes), holding.plan.shape)
+        if wrong is not None:
+            raise UsageError(
+                f"the ranks that save do not hold all of it: {wrong}",
+                leaf=name,
+                advice="save with every rank of the tensor's mesh; a sharded tensor cannot be part of a PerRank component",
+            )
+    return holdings
+
+
+def _keep_one_empty(holding: _Holding) -> None:
+    box = Box((0,) * len(holding.plan.shape), holding.plan.shape)
+    holders = [holder for held in holding.boxes.values() for holder in held]
+    holding.boxes.clear()
+    holding.boxes[box] = holders
+
+
+def _disagreement(name: str, holding: _Holding, rank: int, part: PartEntry) -> UsageError:
+    first_rank, first = holding.first
+
+    def say(entry: PartEntry) -> str:
+        return f"{'sharded ' if entry.sharded else ''}{entry.dtype} {list(entry.shape)}"
+
+    return UsageError(
+        f"it is {say(first)} on rank {first_rank} and {say(part)} on rank {rank}",
+        leaf=name,
+        advice="give pipeline_stage= to the manager when pipeline stages' names collide, or use PerRank",
+    )

@@ -1,0 +1,98 @@
+"""From what a person wrote to a checkpoint: a run, a folder, a manifest, a link, `RUN@SELECTOR`. One way for every caller."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from holdfast.catalog import Catalog, Checkpoint, Scan, Skipped
+from holdfast.errors import CheckpointNotFoundError, UsageError
+from holdfast.records import layout
+from holdfast.records.selector import Selector, parse_selector
+from holdfast.storage.base import Storage
+from holdfast.storage.registry import open_storage
+
+Location = str | os.PathLike[str] | Storage
+
+
+def resolve(location: Location, selector: str | int = "latest") -> Checkpoint:
+    """The one checkpoint that is meant, or an error: nothing else is taken in its place."""
+    catalog, chosen = locate(location, selector)
+    return catalog.find(chosen)
+
+
+def candidates(catalog: Catalog, selector: Selector) -> tuple[list[Checkpoint], list[Skipped]]:
+    """The checkpoints to try, in order, and what was passed over already.
+
+    Only `latest` gives more than one: it asks for the newest sound checkpoint. An explicit request that finds nothing is
+    an error; `latest` in a run without a checkpoint gives none.
+    """
+    if not selector.may_fall_back:
+        return [catalog.find(selector)], []
+    scan = catalog.scan()
+    if not scan.checkpoints and scan.damaged:
+        raise catalog.not_found(selector, scan)
+    return list(scan.checkpoints), [*scan.damaged, *_newer_attempts(scan)]
+
+
+def locate(location: Location, selector: str | int = "latest") -> tuple[Catalog, Selector]:
+    """Which run is meant, and which of its checkpoints."""
+    if not isinstance(location, str | os.PathLike):
+        return Catalog(open_storage(location)), parse_selector(selector)
+    text = os.fspath(location)
+    if not text:
+        raise UsageError("the path of the run is empty")
+    if "://" in text and not text.startswith("file://"):
+        head, selector = _split(text, selector)
+        return Catalog(open_storage(head)), parse_selector(selector)
+    path, selector = _existing(text.removeprefix("file://"), selector)
+    return _at_path(path, selector)
+
+
+def _existing(text: str, selector: str | int) -> tuple[Path, str | int]:
+    """A path that is there wins over reading an `@` in it as a separator."""
+    if not os.path.lexists(text) and "@" in os.path.basename(text):
+        text, selector = _split(text, selector)
+    return Path(text), selector
+
+
+def _split(text: str, selector: str | int) -> tuple[str, str | int]:
+    head, separator, tail = text.rpartition("@")
+    if not separator or "/" in tail:
+        return text, selector
+    if selector != "latest":
+        raise UsageError(
+            f"{text!r} names a checkpoint, and so does the selector {selector!r}", advice="give one of them"
+        )
+    return head, tail
+
+
+def _at_path(path: Path, selector: str | int) -> tuple[Catalog, Selector]:
+    # Links such as `latest` are followed here, where a person named them; nothing inside of a run is ever followed.
+    real = path.resolve()
+    if real.name == layout.MANIFEST and not real.is_dir():
+        real = real.parent
+    if real.is_file():
+        raise UsageError(f"{path} is a file, not a run", advice="give the run's folder")
+    if layout.parse_folder(real.name) is not None and (real / layout.MANIFEST).exists():
+        if selector != "latest":
+            raise UsageError(f"{path} is one checkpoint; the selector {selector!r} would name another")
+        return Catalog(open_storage(real.parent)), Selector("folder", name=real.name)
+    if path.is_symlink() and not path.exists():
+        raise CheckpointNotFoundError(f"{path} points to {os.readlink(path)}, which is not there")
+    if layout.parse_folder(real.name) is not None and real.is_dir():
+        return Catalog(open_storage(real.parent)), Selector("folder", name=real.name)
+    return Catalog(open_storage(real)), parse_selector(selector)
+
+
+def _newer_attempts(scan: Scan) -> list[Skipped]:
+    """Attempts at steps after the newest checkpoint: the ones a person may wonder about."""
+    newest = max((checkpoint.step for checkpoint in scan.checkpoints), default=-1)
+    return [
+        Skipped(name, "was never committed")
+        for name in scan.attempts
+        if (parsed := layout.parse_folder(name)) and parsed.step > newest
+    ]
+
+
+__all__ = ["Location", "candidates", "locate", "resolve"]

@@ -1,0 +1,61 @@
+"""Hand restored state over to the live objects, in the one order that is right. Fitted components enter; nothing leaves.
+
+Components with a `load_state_dict` of their own come first: that is foreign code, which may refuse, and until then no
+tensor has changed. Then models and optimizers. The random state comes last, because taking up the others may draw from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from holdfast.components import RNGState
+from holdfast.errors import HoldfastError, StateMismatchError
+from holdfast.naming import unwrap
+from holdfast.records.targets import Fitted
+
+
+def restore(fitted: Sequence[Fitted], components: Mapping[str, Any], fill: Callable[[], None]) -> None:
+    """Take everything up. `fill` brings the bytes into the live tensors' memory, at the last moment before they count."""
+    random_states = [one for one in fitted if isinstance(unwrap(components[one.component]), RNGState)]
+    values = [one for one in fitted if one.kind == "values" and one not in random_states]
+    tensors = [one for one in fitted if one.kind != "values"]
+    done: list[str] = []
+    for one in values:
+        _take_up(one, done)
+    fill()
+    for one in tensors:
+        _take_up(one, done)
+    _carry_learning_rates([one.component for one in fitted], components)
+    for one in random_states:
+        _take_up(one, done)
+
+
+def _take_up(fitted: Fitted, done: list[str]) -> None:
+    try:
+        fitted.take_up()
+    except HoldfastError:
+        raise
+    except Exception as error:
+        before = f"{', '.join(done)} had been restored before" if done else "nothing had been restored before"
+        raise StateMismatchError(
+            f"its load_state_dict raised {type(error).__name__}: {error} ({before})", component=fitted.component
+        ) from error
+    done.append(fitted.component)
+
+
+def _carry_learning_rates(restored: Sequence[str], components: Mapping[str, Any]) -> None:
+    """A scheduler that is restored without its optimizer must not leave the optimizer with the rate of step 0."""
+    optimizers = [unwrap(components[name]) for name in restored]
+    for name in restored:
+        scheduler = unwrap(components[name])
+        if not isinstance(scheduler, LRScheduler) or any(scheduler.optimizer is one for one in optimizers):
+            continue
+        for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=False):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate

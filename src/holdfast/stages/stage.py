@@ -1,0 +1,84 @@
+"""Lay this rank's part of a save out as files. A capture and a duty enter; framed files, whose bytes are fetched from the
+tensors' own memory when they are written, leave."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from holdfast.records import layout
+from holdfast.records.boxes import Box
+from holdfast.records.codec import Json
+from holdfast.records.files import PlainFile, TensorFile
+from holdfast.records.manifest import BLOCK_BYTES
+from holdfast.records.state import CapturedTree, Duty
+from holdfast.records.tensorfile import FramedChunk, frame
+from holdfast.tensors import dtype_name, held_piece, host_pieces
+
+MAX_FILE_BYTES = 4 << 30
+_PIECE_BYTES = 32 * BLOCK_BYTES
+
+
+def stage(trees: Sequence[CapturedTree], duty: Duty, *, rank: int) -> list[TensorFile]:
+    """The tensor files that this rank writes."""
+    held = [(index, path, tensor) for index, tree in enumerate(trees) for path, tensor in tree.tensors.items()]
+    names = [layout.tree_name(tree.component, scope) for tree, scope in zip(trees, duty.scopes, strict=True)]
+    chunks: list[FramedChunk] = []
+    memory: dict[str, Any] = {}
+    for part in duty.parts:
+        index, path, tensor = held[part]
+        leaf = layout.leaf_name(names[index], path)
+        box, local = held_piece(tensor, leaf=leaf)
+        if 0 in tensor.shape:
+            box = Box((0,) * tensor.dim(), tuple(tensor.shape))
+        chunks.append(FramedChunk(leaf, dtype_name(tensor), box))
+        memory[leaf] = local
+    files = []
+    for number, group in enumerate(split(chunks)):
+        framed = frame(group)
+        sources = [partial(host_pieces, memory[chunk.leaf], _PIECE_BYTES) for chunk in framed.chunks]
+        files.append(TensorFile(layout.tensor_file(rank, number), framed, sources))
+    return files
+
+
+def split(chunks: Sequence[FramedChunk]) -> Iterator[list[FramedChunk]]:
+    """Groups of chunks that make one file each: none over the limit, and no leaf twice in one file."""
+    group: list[FramedChunk] = []
+    names: set[str] = set()
+    size = 0
+    for chunk in chunks:
+        if group and (size + chunk.size_bytes > MAX_FILE_BYTES or chunk.leaf in names):
+            yield group
+            group, names, size = [], set(), 0
+        group.append(chunk)
+        names.add(chunk.leaf)
+        size += chunk.size_bytes
+    if group:
+        yield group
+
+
+def values_file(name: str, trees: Mapping[str, Json]) -> PlainFile:
+    """The file of the values that are no tensors."""
+    data = msgspec.json.encode({"trees": trees})
+    return PlainFile(name, len(data), lambda: iter((memoryview(data),)))
+
+
+def asset_files(assets: Sequence[Path]) -> list[PlainFile]:
+    """Every file of the given files and folders, under the name by which a person would look for it."""
+    found = []
+    for asset in assets:
+        for path in sorted(asset.rglob("*")) if asset.is_dir() else [asset]:
+            if path.is_file():
+                name = layout.safe_relative(f"{layout.ASSETS}/{path.relative_to(asset.parent).as_posix()}")
+                found.append(PlainFile(name, path.stat().st_size, partial(_pieces_of_file, path)))
+    return found
+
+
+def _pieces_of_file(path: Path) -> Iterator[memoryview]:
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            yield memoryview(piece)

@@ -1,0 +1,63 @@
+"""Turn what a user calls the place of a run into a `Storage`. Knows the local one; finds the others by their scheme."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from importlib import metadata
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
+
+from holdfast.errors import UsageError
+from holdfast.storage.base import Storage
+from holdfast.storage.local import LocalStorage
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoints
+
+__all__ = ["ENTRY_POINT_GROUP", "open_storage"]
+
+ENTRY_POINT_GROUP = "holdfast.storages"
+# Two letters at least: `C:\runs` is somebody's path and no scheme.
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
+
+
+def open_storage(location: str | os.PathLike[str] | Storage) -> Storage:
+    """The storage at a path, a `file://` URL or a URL of a scheme that a package registered; a storage is itself.
+
+    A package registers a scheme with an entry point of the group `holdfast.storages`: its name is the scheme, its
+    value a callable that takes the URL and returns a `Storage`.
+    """
+    if isinstance(location, Storage):
+        return location
+    if not isinstance(location, str | os.PathLike):
+        raise UsageError(f"a run is a path, a URL or a Storage, not a {type(location).__name__}")
+    text = os.fspath(location)
+    scheme = _SCHEME.match(text)
+    if isinstance(location, os.PathLike) or scheme is None:
+        return LocalStorage(text)
+    name = scheme.group(1).lower()
+    return LocalStorage(_path_of_file_url(text)) if name == "file" else _opener(name, text)(text)
+
+
+def _path_of_file_url(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost"):
+        raise UsageError(f"{url!r} is on another host", advice="write file:///path for a path of this machine")
+    if parts.query or parts.fragment or not parts.path:
+        raise UsageError(f"{url!r} is no path", advice="write file:///path, with %3F for '?' and %23 for '#'")
+    return unquote(parts.path)
+
+
+def _opener(scheme: str, url: str) -> Callable[[str], Storage]:
+    registered: EntryPoints = metadata.entry_points(group=ENTRY_POINT_GROUP)
+    for entry in registered:
+        if entry.name.lower() == scheme:
+            opener: Callable[[str], Storage] = entry.load()
+            return opener
+    known = ", ".join(sorted({"file", *(entry.name for entry in registered)}))
+    raise UsageError(
+        f"no storage is known for the scheme {scheme!r} of {url!r}",
+        advice=f"known are {known}; install the package that registers {scheme!r} in {ENTRY_POINT_GROUP!r}",
+    )

@@ -1,0 +1,160 @@
+"""What Holdfast must know of a torch tensor: its type's name, the pieces of it that this rank holds, their memory."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from holdfast.errors import UsageError
+from holdfast.records.boxes import Box, strides_of, whole
+from holdfast.records.dtypes import ELEMENT_TYPES
+from holdfast.records.manifest import MeshRecord
+
+_TORCH_DTYPES = {name: getattr(torch, name) for name in ELEMENT_TYPES if hasattr(torch, name)}
+_DTYPE_NAMES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    try:
+        return _TORCH_DTYPES[name]
+    except KeyError:
+        raise UsageError(f"this version of torch ({torch.__version__}) has no type '{name}'") from None
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    return _DTYPE_NAMES[tensor.dtype]
+
+
+def check_storable(tensor: torch.Tensor, *, component: str, leaf: str) -> None:
+    """Refuse, before any file is touched, a tensor whose bytes are not all of it."""
+    problem = _why_not_storable(tensor)
+    if problem is not None:
+        raise UsageError(f"{problem[0]} cannot be stored", component=component, leaf=leaf, advice=problem[1])
+
+
+def _why_not_storable(tensor: torch.Tensor) -> tuple[str, str] | None:
+    kind = type(tensor)
+    if kind not in _PLAIN and not isinstance(tensor, DTensor):
+        return f"a tensor of type '{kind.__module__}.{kind.__qualname__}'", "turn it into a plain tensor or a DTensor"
+    if tensor.dtype not in _DTYPE_NAMES:
+        return f"a tensor of {tensor.dtype}", "turn it into one of the types in docs/format.md"
+    if tensor.layout is not torch.strided:
+        return f"a tensor of layout {tensor.layout}", "turn it into a dense tensor"
+    if tensor.device.type == "meta":
+        return "a tensor on the meta device, which has no data,", "materialise the model first"
+    if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
+        return "a DTensor with a partial placement", "reduce it first, with .redistribute()"
+    return None
+
+
+def same_memory_key(tensor: torch.Tensor) -> tuple[object, ...] | None:
+    """Equal for two tensors that are the same memory seen in the same way, as tied parameters are."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if local.numel() == 0:
+        return None
+    return (local.data_ptr(), local.device, tensor.dtype, tensor.shape, local.shape, local.stride())
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is one of a mesh, of which this rank may hold only a part."""
+    return isinstance(tensor, DTensor)
+
+
+def held_piece(tensor: torch.Tensor, *, leaf: str) -> tuple[Box, torch.Tensor]:
+    """The piece of a tensor that this rank holds, and where it lies in the whole. The cut is PyTorch's own."""
+    if not isinstance(tensor, DTensor):
+        return whole(tuple(tensor.shape)), tensor.detach()
+    chunks = tensor.__create_chunk_list__()
+    local = tensor.to_local().detach()
+    if len(chunks) != 1 or tuple(chunks[0].sizes) != tuple(local.shape):
+        if local.numel() == 0:
+            # A rank that got nothing of an uneven cut; torch says so with shapes of its own.
+            return Box((0,) * tensor.dim(), (0,) * tensor.dim()), local
+        raise UsageError(
+            f"the local part has shape {list(local.shape)}, which is no single box of the whole", leaf=leaf
+        )
+    return Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes)), local
+
+
+def mesh_of(tensor: torch.Tensor) -> MeshRecord | None:
+    if not isinstance(tensor, DTensor):
+        return None
+    mesh = tensor.device_mesh
+    return MeshRecord(shape=tuple(mesh.shape), dimensions=tuple(mesh.mesh_dim_names or ()))
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory. The tensor must outlive the view."""
+    size = tensor.numel() * tensor.element_size()
+    if size == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
+
+
+def is_host_memory(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's own memory holds exactly its bytes, so that they can be read or filled in place."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def host_pieces(tensor: torch.Tensor, piece_bytes: int) -> Iterator[memoryview]:
+    """The bytes of a tensor, in order, in host memory: its own where possible, else copies of at most `piece_bytes`.
+
+    A piece is valid until the next one is asked for.
+    """
+    if is_host_memory(tensor):
+        yield memory_of(tensor)
+        return
+    dense = tensor.resolve_conj().resolve_neg().contiguous()
+    if dense.device.type == "cpu":
+        yield memory_of(dense)
+        return
+    flat = dense.reshape(-1).view(torch.uint8)
+    buffer = torch.empty(min(piece_bytes, flat.numel()), dtype=torch.uint8)
+    for start in range(0, flat.numel(), piece_bytes):
+        part = buffer[: min(piece_bytes, flat.numel() - start)]
+        part.copy_(flat[start : start + part.numel()])
+        yield memory_of(part)
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+_SLICE = 1 << 21
+
+
+def fingerprint(local: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
+    """A number for the content of a piece such that the pieces of a tensor add up to the same sum however it is cut.
+
+    It tells one base model from another; it is no cryptographic digest.
+    """
+    if local.numel() == 0:
+        return 0
+    size = local.element_size()
+    bits = local.detach().resolve_conj().resolve_neg().contiguous().view(_INTEGERS[size]).reshape(-1)
+    places = _global_places(box, shape, local.device)
+    if size == 16:
+        places = torch.stack((places * 2, places * 2 + 1), dim=-1).reshape(-1)
+    total = 0
+    for start in range(0, bits.numel(), _SLICE):
+        mixed = _mix(bits[start : start + _SLICE].to(torch.int64), places[start : start + _SLICE])
+        total += int(mixed.sum().item())
+    return total % 2**63
+
+
+def _global_places(box: Box, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """The linear index in the whole tensor of every element of a box."""
+    places = torch.zeros((), dtype=torch.int64, device=device)
+    for dimension, (offset, size, stride) in enumerate(zip(box.offsets, box.sizes, strides_of(shape), strict=True)):
+        along = (torch.arange(offset, offset + size, dtype=torch.int64, device=device)) * stride
+        places = places + along.reshape([-1 if d == dimension else 1 for d in range(len(shape))])
+    return places.reshape(-1)
+
+
+def _mix(bits: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Scramble content and place together, with the wrapping arithmetic of 64-bit integers."""
+    value = bits * -7046029254386353131 + places * -4417276706812531889
+    value = (value ^ (value >> 29)) * -4658895280553007687
+    value = (value ^ (value >> 32)) * -7723592293110705685
+    return (value ^ (value >> 30)) & (2**31 - 1)

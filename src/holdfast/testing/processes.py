@@ -1,0 +1,215 @@
+"""Run a function on real ranks, each a process of its own, and say how each of them ended. Knows torch.distributed.
+
+    outcomes = run_ranks(4, save_and_restore, "/tmp/run")
+    assert values(outcomes) == [...]
+
+The rendezvous store lives in the calling process, as it does under torchrun: it outlives any rank, and its port is
+chosen by the system. Nothing here waits longer than the given time.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+__all__ = ["Outcome", "run_ranks", "values"]
+
+_HOST = "127.0.0.1"
+# How long a process may take to be gone after it was killed; only a broken machine needs more.
+_REAP_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one rank ended.
+
+    `value` is what the function returned, `error` what it raised, with `traceback_text`. A rank that was killed has
+    neither, and a negative `exit_code`, as `subprocess` writes them. A rank that was still running when the time was
+    over was killed, and has `timed_out` and a `TimeoutError`.
+    """
+
+    rank: int
+    value: Any = None
+    error: BaseException | None = None
+    traceback_text: str = ""
+    exit_code: int | None = None
+    timed_out: bool = False
+
+    def unwrap(self) -> Any:
+        """The value; a `RuntimeError` with the rank's own traceback when there is none."""
+        if self.error is not None:
+            raise RuntimeError(f"rank {self.rank}: {self.error!r}\n{self.traceback_text}") from self.error
+        if self.exit_code != 0:
+            raise RuntimeError(f"rank {self.rank} ended without an answer, exit code {self.exit_code}")
+        return self.value
+
+
+def run_ranks(
+    n: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_seconds: float = 120.0,
+    backend: str | None = "gloo",
+) -> list[Outcome]:
+    """Call `function(rank, *args)` in `n` new processes, and return how each ended, in the order of the ranks.
+
+    The function must be picklable, so at the top level of a module, and what it returns too. Each process has the
+    environment that torchrun gives, one torch thread, and a process group of `backend`; with `backend=None` it has no
+    process group and torch is not imported for it.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    call = pickle.dumps((function, args))
+    with _rendezvous(n, backend) as environment:
+        ranks = [_start(rank, n, environment, backend, call) for rank in range(n)]
+        try:
+            _wait_for_all(ranks, deadline)
+        finally:
+            for rank in ranks:
+                rank.end()
+    return [rank.outcome(timeout_seconds) for rank in ranks]
+
+
+def values(outcomes: Sequence[Outcome]) -> list[Any]:
+    """The value of each rank; raises what the first rank without one met."""
+    return [outcome.unwrap() for outcome in outcomes]
+
+
+class _Rank:
+    """One process from the side of its parent."""
+
+    def __init__(self, rank: int, process: SpawnProcess, answers: Connection) -> None:
+        self.rank = rank
+        self.process = process
+        self.answers = answers
+        self._answer: bytes | None = None
+        self._timed_out = False
+        # An answer can be larger than the pipe holds, so it is read before the process can end: both are waited for.
+        self.pending: list[Any] = [answers, process.sentinel]
+
+    def take(self, ready: list[Any]) -> None:
+        """Take note of what is ready, the answer or the end; what has ended is not waited for again."""
+        if self.process.sentinel in ready and self.process.sentinel in self.pending:
+            self.pending.remove(self.process.sentinel)
+        if self.answers in ready and self.answers in self.pending:
+            self._listen()
+
+    def _listen(self) -> None:
+        try:
+            self._answer = self.answers.recv_bytes()
+        except (EOFError, OSError):
+            self.pending.remove(self.answers)
+
+    def end(self) -> None:
+        """Kill what still runs, by its own process id, and free what is held."""
+        if self.process.sentinel in self.pending:
+            self._timed_out = True
+            self.process.kill()
+        self.process.join(_REAP_SECONDS)
+        self.answers.close()
+
+    def outcome(self, timeout_seconds: float) -> Outcome:
+        code = self.process.exitcode
+        if self._timed_out:
+            error = TimeoutError(f"still running after {timeout_seconds:g} s, and killed")
+            return Outcome(self.rank, error=error, exit_code=code, timed_out=True)
+        if self._answer is None:
+            return Outcome(self.rank, exit_code=code)
+        try:
+            value, error, text = pickle.loads(self._answer)
+        except Exception as problem:
+            return Outcome(self.rank, error=problem, traceback_text=traceback.format_exc(), exit_code=code)
+        return Outcome(self.rank, value, error, text, code)
+
+
+@contextmanager
+def _rendezvous(n: int, backend: str | None) -> Iterator[dict[str, str]]:
+    if backend is None:
+        yield {"MASTER_ADDR": _HOST, "MASTER_PORT": str(_free_port())}
+        return
+    from torch.distributed import TCPStore
+
+    store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+    # The variable of torchrun that makes every rank, also rank 0, a client of a store that is there already.
+    yield {"MASTER_ADDR": _HOST, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    del store
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((_HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def _start(rank: int, n: int, environment: dict[str, str], backend: str | None, call: bytes) -> _Rank:
+    context = multiprocessing.get_context("spawn")
+    answers, answering = context.Pipe(duplex=False)
+    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
+    threads = {"OMP_NUM_THREADS": "1"}
+    process = context.Process(
+        target=_be_rank,
+        args=(rank, {**environment, **own, **threads}, backend, call, answering),
+        name=f"rank-{rank}",
+        daemon=False,
+    )
+    process.start()
+    # Ours must go, or the pipe would never end when the rank is killed.
+    answering.close()
+    return _Rank(rank, process, answers)
+
+
+def _wait_for_all(ranks: list[_Rank], deadline: float) -> None:
+    while pending := [source for rank in ranks for source in rank.pending]:
+        left_seconds = deadline - time.monotonic()
+        if left_seconds <= 0:
+            return
+        ready = wait(pending, left_seconds)
+        for rank in ranks:
+            rank.take(ready)
+
+
+def _be_rank(rank: int, environment: dict[str, str], backend: str | None, call: bytes, answering: Connection) -> None:
+    """The life of one rank. The function is unpickled here, after the environment is set: its module may look at it."""
+    os.environ.update(environment)
+    try:
+        answer = pickle.dumps((_call(rank, backend, call), None, ""))
+    except BaseException as error:
+        answer = _failure(error)
+    answering.send_bytes(answer)
+    answering.close()
+
+
+def _call(rank: int, backend: str | None, call: bytes) -> Any:
+    if backend is None:
+        function, args = pickle.loads(call)
+        return function(rank, *args)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(backend)
+    function, args = pickle.loads(call)
+    value = function(rank, *args)
+    # Only after success: a group whose other ranks are dead may not want to end.
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return value
+
+
+def _failure(error: BaseException) -> bytes:
+    text = traceback.format_exc()
+    try:
+        answer = pickle.dumps((None, error, text))
+        pickle.loads(answer)
+    except Exception:
+        return pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}"), text))
+    return answer

@@ -1,0 +1,148 @@
+"""Ranks as real processes: what each returned, raised, or died of, within the time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from holdfast.testing import Outcome, run_ranks, values
+
+
+def add_up(rank: int, first: int) -> tuple[int, int, str, int]:
+    import torch
+    import torch.distributed as dist
+
+    total = torch.tensor([first + rank])
+    dist.all_reduce(total)
+    return int(total), dist.get_world_size(), os.environ["LOCAL_RANK"], torch.get_num_threads()
+
+
+def fail_on_one(rank: int) -> str:
+    if rank == 1:
+        raise KeyError("the reason")
+    return "fine"
+
+
+def be_killed_on_one(rank: int) -> str:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "fine"
+
+
+def outlive_rank_zero(rank: int) -> str:
+    import torch.distributed as dist
+
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        store.set("last words", "of rank 0")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return str(store.get("last words").decode())
+
+
+def leave(rank: int) -> None:
+    os._exit(7)
+
+
+def hang_on_one(rank: int) -> int:
+    if rank == 1:
+        signal.pause()
+    return os.getpid()
+
+
+def answer_at_length(rank: int) -> bytes:
+    return bytes([rank]) * 5_000_000
+
+
+def answer_with_a_function(rank: int) -> object:
+    return lambda: rank
+
+
+class Unpicklable(Exception):
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__("two arguments, of which pickle knows one")
+
+
+def raise_unpicklable(rank: int) -> None:
+    raise Unpicklable(1, 2)
+
+
+@pytest.fixture(autouse=True)
+def _no_test_waits_for_the_time_limit() -> Iterator[None]:
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start < 60.0, "a rank that had ended was waited for"
+
+
+def test_every_rank_has_its_value_and_a_process_group() -> None:
+    outcomes = run_ranks(2, add_up, 10)
+    assert values(outcomes) == [(21, 2, "0", 1), (21, 2, "1", 1)]
+    assert [outcome.rank for outcome in outcomes] == [0, 1]
+    assert [outcome.exit_code for outcome in outcomes] == [0, 0]
+
+
+def test_a_killed_rank_takes_neither_the_others_nor_the_store_with_it() -> None:
+    killed, living = run_ranks(2, outlive_rank_zero)
+    assert (killed.exit_code, killed.error) == (-signal.SIGKILL, None)
+    assert living.unwrap() == "of rank 0"
+
+
+def test_an_exception_comes_back_with_its_traceback() -> None:
+    fine, failed = run_ranks(2, fail_on_one, backend=None)
+    assert fine.unwrap() == "fine"
+    assert isinstance(failed.error, KeyError)
+    assert "in fail_on_one" in failed.traceback_text
+    with pytest.raises(RuntimeError, match=r"rank 1: KeyError\('the reason'\)(.|\n)*in fail_on_one"):
+        failed.unwrap()
+    with pytest.raises(RuntimeError, match="rank 1"):
+        values([fine, failed])
+
+
+def test_a_killed_rank_has_a_negative_exit_code() -> None:
+    fine, killed = run_ranks(2, be_killed_on_one, backend=None)
+    assert fine.unwrap() == "fine"
+    assert killed == Outcome(1, exit_code=-signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="exit code -9"):
+        killed.unwrap()
+
+
+def test_a_rank_that_leaves_without_an_answer_is_no_success() -> None:
+    (left,) = run_ranks(1, leave, backend=None)
+    assert left == Outcome(0, exit_code=7)
+    with pytest.raises(RuntimeError, match="exit code 7"):
+        left.unwrap()
+
+
+def test_a_rank_that_hangs_is_killed_when_the_time_is_over() -> None:
+    start = time.monotonic()
+    fine, hung = run_ranks(2, hang_on_one, backend=None, timeout_seconds=3.0)
+    assert 3.0 <= time.monotonic() - start < 10.0
+    assert fine.unwrap() > 0
+    assert hung.timed_out
+    assert hung.exit_code == -signal.SIGKILL
+    with pytest.raises(RuntimeError, match="still running after 3 s"):
+        hung.unwrap()
+
+
+def test_an_answer_may_be_larger_than_a_pipe_holds() -> None:
+    assert values(run_ranks(2, answer_at_length, backend=None)) == [b"\0" * 5_000_000, b"\1" * 5_000_000]
+
+
+def test_what_cannot_be_sent_back_is_said() -> None:
+    (outcome,) = run_ranks(1, answer_with_a_function, backend=None)
+    assert "pickle" in str(outcome.error)
+    (outcome,) = run_ranks(1, raise_unpicklable, backend=None)
+    assert "Unpicklable: two arguments" in str(outcome.error)
+
+
+def test_the_kit_brings_torch_only_where_it_is_needed() -> None:
+    code = (
+        "import sys, holdfast.testing as kit; kit.MemoryStorage, kit.PowerLossStorage, kit.run_ranks; "
+        "sys.exit(bool({'torch', 'pytest'} & set(sys.modules)))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
