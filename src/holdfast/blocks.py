@@ -13,7 +13,7 @@ from holdfast.stages.resolve import Location
 
 
 def resolve(run: Location, selector: str | int = "latest") -> Checkpoint:
-    """The checkpoint that is meant: a run and a selector, or a path of a checkpoint, a manifest, a link, `RUN@SELECTOR`."""
+    """The checkpoint that is meant: a run and a selector, or the path of a checkpoint, a manifest or a link."""
     return resolving.resolve(run, selector)
 
 

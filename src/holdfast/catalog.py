@@ -126,7 +126,7 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What a run holds: its checkpoints, the latest first; attempts that nothing committed; manifests that are damaged."""
+    """What a run holds: its checkpoints, the latest first; attempts that nothing committed; damaged manifests."""
 
     checkpoints: tuple[Checkpoint, ...]
     attempts: tuple[str, ...]

@@ -1,7 +1,7 @@
 """The load chain in order: resolve, match, verify, read, restore. A selector enters, restored objects leave.
 
-No live object changes before every rank knows that its part fits and is sound. What must be decided from files is decided
-by the leader; a checkpoint that is damaged for one rank is damaged for all.
+No live object changes before every rank knows that its part fits and is sound. What must be decided from files is
+decided by the leader; a checkpoint that is damaged for one rank is damaged for all.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ _RNG = "rng"
 class RestoreResult:
     """What a restore did. `resumed` is False for a fresh run, whose `next_step` is 0.
 
-    `restored` are the components that took state, `missing` what the checkpoint did not have, `skipped` what was left as
-    it is, each with the reason, and `passed_over` the folders that were no sound checkpoint, each with the reason.
+    `restored` are the components that took state, `missing` what the checkpoint did not have, `skipped` what was left
+    as it is, each with the reason, and `passed_over` the folders that were no sound checkpoint, each with the reason.
     """
 
     resumed: bool
@@ -327,7 +327,7 @@ class CheckpointManager:
 
 
 def _same_components(names: list[list[str]]) -> None:
-    # Pipeline ranks may hold different components; what may not differ is what a name stands for, and the plan checks it.
+    # Pipeline ranks may hold different components. What a name stands for may not differ, and the plan checks that.
     if not all(names):
         raise UsageError("some ranks have no component at all")
 

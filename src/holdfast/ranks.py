@@ -58,7 +58,7 @@ def on_leader(ranks: Ranks, label: str, work: Callable[[], Choice], *, returns: 
 
 
 def together(ranks: Ranks, label: str, work: Callable[[], Mine], *, sends: Any) -> list[Mine]:
-    """Everybody does it, everybody gets all results in the order of the ranks, or the error of the first that failed."""
+    """Everybody does it, everybody gets all results in the order of the ranks, or the first failure."""
     return ranks.decide(label, work, lambda answers: answers, sends=sends, returns=list[sends])
 
 

@@ -1,7 +1,7 @@
 """The save chain in order: capture, plan, stage, write, commit. A request enters, a committed checkpoint leaves.
 
-Three agreements carry it: what everybody has and who writes what; that everybody's bytes are durable; the commit. A rank
-that fails in one of them fails it for all, and everything that was committed before stays as it was.
+Three agreements carry it: what everybody has and who writes what; that everybody's bytes are durable; the commit. A
+rank that fails in one of them fails it for all, and everything that was committed before stays as it was.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a person names a checkpoint: `latest`, `best`, `best:val_loss`, `500`, a tag, a folder's name. Text in, value out."""
+"""How a person names a checkpoint: `latest`, `best`, `best:val_loss`, `500`, a tag, a folder. Text in, value out."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class LoadStrategy:
 
     @classmethod
     def warm_start(cls, **changes: object) -> Self:
-        """Models and optimizers, without anything that counts: schedulers, loaders, random state and the step stay new."""
+        """Models and optimizers, and nothing that counts: schedulers, loaders, random state, the step stay new."""
         return cls(**{"only": (MODULES, OPTIMIZERS), "progress": False, **changes})  # type: ignore[arg-type]
 
     def takes(self, component: str, kind: str) -> bool:

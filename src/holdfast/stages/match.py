@@ -1,7 +1,7 @@
 """Fit a checkpoint to the live objects: which leaf goes where. Changes nothing; what does not fit is listed.
 
-A checkpoint with its values, and live components, enter. For each component the memory to fill and the act that takes the
-state up leave, or what is wrong.
+A checkpoint with its values, and live components, enter. For each component the memory to fill and the act that takes
+the state up leave, or what is wrong.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class _Matcher:
             if self.strategy.exclude
             else []
         )
-        if any([self._excluded(leaf) for leaf in names]):
+        if [leaf for leaf in names if self._excluded(leaf)]:
             return dict(live) or None
 
         def target(reference: str) -> torch.Tensor:

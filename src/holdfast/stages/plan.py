@@ -215,7 +215,7 @@ def _collect_holdings(inventories: Sequence[Inventory], scopes: Sequence[tuple[s
             raise UsageError(
                 f"the ranks that save do not hold all of it: {wrong}",
                 leaf=name,
-                advice="save with every rank of the tensor's mesh; a sharded tensor cannot be part of a PerRank component",
+                advice="save with every rank of its mesh; a sharded tensor cannot be part of a PerRank component",
             )
     return holdings
 

@@ -39,7 +39,7 @@ def check_only(checkpoint: Checkpoint, requests: Sequence[Request]) -> list[Prob
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A range of a chunk to read: into `target` memory, through a scratch and `place`, or, with neither, only to check."""
+    """A range of a chunk to read: into `target`, through a scratch and `place`, or, with neither, only to check."""
 
     leaf: str
     file: str
@@ -165,13 +165,15 @@ def _scattered(
         span = span_of(part, chunk.sizes)
         rows = Box(tuple(a - b for a, b in zip(part.offsets, inner.offsets, strict=True)), part.sizes)
 
-        def place(
-            scratch: torch.Tensor, into: torch.Tensor = _narrow(target, rows), sizes: tuple[int, ...] = part.sizes
-        ) -> None:
-            into.copy_(scratch.view(dtype).as_strided(sizes, strides))
-
+        place = partial(_place, _narrow(target, rows), dtype, part.sizes, strides)
         start = span.start * item
         yield _Job(leaf.name, chunk.file, region, start, start + span.length * item, place=place)
+
+
+def _place(
+    target: torch.Tensor, dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...], scratch: torch.Tensor
+) -> None:
+    target.copy_(scratch.view(dtype).as_strided(sizes, strides))
 
 
 def _row_groups(box: Box, strides: tuple[int, ...], item_bytes: int) -> Iterator[Box]:

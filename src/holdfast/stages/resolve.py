@@ -1,4 +1,4 @@
-"""From what a person wrote to a checkpoint: a run, a folder, a manifest, a link, `RUN@SELECTOR`. One way for every caller."""
+"""From what a person wrote to a checkpoint: a run, a folder, a manifest, a link, `RUN@SELECTOR`. One way for all."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def resolve(location: Location, selector: str | int = "latest") -> Checkpoint:
 def candidates(catalog: Catalog, selector: Selector) -> tuple[list[Checkpoint], list[Skipped]]:
     """The checkpoints to try, in order, and what was passed over already.
 
-    Only `latest` gives more than one: it asks for the newest sound checkpoint. An explicit request that finds nothing is
-    an error; `latest` in a run without a checkpoint gives none.
+    Only `latest` gives more than one: it asks for the newest sound checkpoint. An explicit request that finds nothing
+    is an error; `latest` in a run without a checkpoint gives none.
     """
     if not selector.may_fall_back:
         return [catalog.find(selector)], []

@@ -1,7 +1,7 @@
-"""Hand restored state over to the live objects, in the one order that is right. Fitted components enter; nothing leaves.
+"""Hand restored state over to the live objects, in the one right order. Fitted components enter; nothing leaves.
 
 Components with a `load_state_dict` of their own come first: that is foreign code, which may refuse, and until then no
-tensor has changed. Then models and optimizers. The random state comes last, because taking up the others may draw from it.
+tensor has changed. Then models and optimizers. The random state comes last: taking up the others may draw from it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast.records.targets import Fitted
 
 
 def restore(fitted: Sequence[Fitted], components: Mapping[str, Any], fill: Callable[[], None]) -> None:
-    """Take everything up. `fill` brings the bytes into the live tensors' memory, at the last moment before they count."""
+    """Take everything up. `fill` brings the bytes into the live tensors' memory, at the last moment."""
     random_states = [one for one in fitted if isinstance(unwrap(components[one.component]), RNGState)]
     values = [one for one in fitted if one.kind == "values" and one not in random_states]
     tensors = [one for one in fitted if one.kind != "values"]

@@ -1,5 +1,5 @@
-"""Lay this rank's part of a save out as files. A capture and a duty enter; framed files, whose bytes are fetched from the
-tensors' own memory when they are written, leave."""
+"""Lay this rank's part of a save out as files. A capture and a duty enter; framed files leave, whose bytes are fetched
+from the tensors' own memory when they are written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read byte ranges of a chunk and check them on the way. A source and a chunk's digests enter; bytes, or damage, leave."""
+"""Read byte ranges of a chunk, checked on the way. A source and a chunk's digests enter; bytes, or damage, leave."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def read_unchecked(source: Source, region: Region, start: int, target: memoryvie
 def read_checked(source: Source, region: Region, start: int, target: memoryview) -> list[tuple[int, int]]:
     """Fill `target` with the region's bytes from `start` on, and give the absolute ranges of blocks that are damaged.
 
-    Whole blocks are read straight into the target; at the edges, where only a part of a block is wanted, the whole block
-    is read aside, because a digest is one of all its bytes.
+    Whole blocks are read straight into the target; at the edges, where only a part of a block is wanted, the whole
+    block is read aside, because a digest is one of all its bytes.
     """
     end = start + len(target)
     damaged = []

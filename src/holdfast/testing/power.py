@@ -128,7 +128,7 @@ class PowerLossDisk(Disk):
         # Only in the model: the scratch folder itself needs no durability, and the tests need speed.
         with self._lock:
             inode = self._folder(folder)
-            self._begin("fsync_folder", inode.path or "/")
+            self._begin("fsync_folder", inode.path)
             if not self._ignored(inode.path):
                 inode.sync()
 
@@ -237,7 +237,7 @@ class PowerLossDisk(Disk):
     def _begin(self, call: str, what: str) -> str:
         """Count a call that changes the disk, or die at it."""
         self._require_life()
-        self.log.append(f"{call} {what}")
+        self.log.append(f"{call} {what or '/'}")
         if len(self.log) == self._crash_at:
             self.crashed = True
             self._require_life()

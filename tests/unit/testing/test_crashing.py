@@ -99,7 +99,7 @@ def test_a_crash_inside_of_a_write_lets_half_of_it_through_and_leaves_the_debris
         def create(self, key: str, size_bytes: int) -> Sink:  # type: ignore[override]
             return sink
 
-    storage = CrashingStorage(OneSink(), 3)
+    storage = CrashingStorage(OneSink(), 3)  # type: ignore[arg-type]
     with pytest.raises(SimulatedCrash):
         save(storage)
     assert sink.data == b"01234"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -57,9 +58,9 @@ def test_a_full_storage_says_so_and_has_room_again(wrapped: bool) -> None:
     storage = FullStorage(memory, 10) if wrapped else memory
     storage.put("a", bytes(6))
     assert storage.free_bytes() == 4
-    for write in (lambda: storage.put("b", bytes(5)), lambda: _stream(storage, "b", bytes(5))):
+    for write in (storage.put, partial(_stream, storage)):
         with pytest.raises(StorageError, match=r"b: writing 5 bytes failed.*ENOSPC") as caught:
-            write()
+            write("b", bytes(5))
         assert caught.value.errno == errno.ENOSPC
     assert storage.entries("") == [Entry("a", 6)]
     if isinstance(storage, FullStorage):

@@ -194,7 +194,7 @@ def test_the_log_is_readable(scratch: Path) -> None:
     storage = PowerLossStorage(scratch)
     commit(storage)
     assert storage.log == [
-        "make_folder ",
+        "make_folder /",
         "fsync_folder ..",
         "make_folder step",
         "create_file step/data",
