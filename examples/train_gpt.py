@@ -9,8 +9,10 @@ the losses that an undisturbed run would have had. Another number of ranks works
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +61,9 @@ class ShuffledWindows:
         """The next windows, and for each of their letters the one that follows it."""
         places = range(self.position, self.position + count * self.ranks, self.ranks)
         self.position += count * self.ranks
-        windows = torch.stack([self._window(place) for place in places])
+        size = len(self.windows)
+        windows = torch.stack([self.windows[_order(place // size, size)[place % size]] for place in places])
         return windows[:, :-1], windows[:, 1:]
-
-    def _window(self, place: int) -> Tensor:
-        epoch, place_in_epoch = divmod(place, len(self.windows))
-        order = torch.randperm(len(self.windows), generator=torch.Generator().manual_seed(epoch))
-        return self.windows[order[place_in_epoch]]
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self.position}
@@ -76,6 +74,11 @@ class ShuffledWindows:
     def load_world_state(self, states: list[dict[str, Any]], index: int, count: int) -> None:
         """The number of ranks changed: divide what the old ranks have not read. Nothing is read twice or left out."""
         self.position, self.ranks = min(state["position"] for state in states) + index, count
+
+
+@functools.lru_cache(maxsize=2)
+def _order(epoch: int, size: int) -> Tensor:
+    return torch.randperm(size, generator=torch.Generator().manual_seed(epoch))
 
 
 def train_step(model: Any, optimizer: torch.optim.Optimizer, loader: ShuffledWindows, ranks: int) -> float:
@@ -110,6 +113,8 @@ def main() -> None:
 
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    if WINDOWS_PER_STEP % (WINDOWS_PER_PASS * ranks) != 0:
+        raise SystemExit(f"{ranks} ranks cannot divide {WINDOWS_PER_STEP} windows into passes of {WINDOWS_PER_PASS}")
     # Not for Holdfast: without these, two runs of the same training differ in the last bits.
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
@@ -125,20 +130,18 @@ def main() -> None:
     loader = ShuffledWindows(rank, ranks)
 
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": holdfast.PerRank(loader)}
-    with holdfast.CheckpointManager(options.run, state) as manager, open(options.losses, "a", buffering=1) as log:
+    losses = options.losses if rank == 0 else os.devnull
+    with holdfast.CheckpointManager(options.run, state) as manager, open(losses, "a", buffering=1) as log:
         start = manager.restore(options.restore, strategy=holdfast.LoadStrategy(on_world_change="adapt"))
-        letters_seen = start.progress.get("letters_seen", 0)
-        digest = weights_digest(model)
-        if rank == 0:
-            print(json.dumps({"resumed_from": start.step, "ranks": ranks, "weights": digest}), file=log)
+        tokens_seen = start.progress.get("tokens_seen", 0)
+        print(json.dumps({"resumed_from": start.step, "ranks": ranks, "weights": weights_digest(model)}), file=log)
         for step in range(start.next_step, options.steps):
             loss = train_step(model, optimizer, loader, ranks)
             scheduler.step()
-            letters_seen += WINDOWS_PER_STEP * CONTEXT
-            if rank == 0:
-                print(json.dumps({"step": step, "loss": loss}), file=log)
+            tokens_seen += WINDOWS_PER_STEP * CONTEXT
+            print(json.dumps({"step": step, "loss": loss}), file=log)
             if (step + 1) % options.every == 0:
-                manager.save(step, metrics={"loss": loss}, progress={"letters_seen": letters_seen})
+                manager.save(step, metrics={"loss": loss}, progress={"tokens_seen": tokens_seen})
     dist.destroy_process_group()
 
 

@@ -93,6 +93,9 @@ class KeyValue(Protocol):
 
     def delete(self, key: str) -> None: ...
 
+    def pause(self, seconds: float) -> None:
+        """Let others go on before the next look."""
+
 
 class _Word(msgspec.Struct, omit_defaults=True):
     """What one rank says in one round."""
@@ -172,7 +175,7 @@ class StoreRanks:
             if time.monotonic() > deadline:
                 silent = [rank for rank in range(self.size) if rank not in words]
                 return [], error_record(self._nobody(label, silent))
-            time.sleep(pause)
+            self._store.pause(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
 
     def _follow(self, label: str) -> _Word:
@@ -184,7 +187,7 @@ class StoreRanks:
                 return word
             if time.monotonic() > deadline:
                 raise self._nobody(label, [0])
-            time.sleep(pause)
+            self._store.pause(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
 
     def _nobody(self, label: str, silent: list[int]) -> RankError:
@@ -266,6 +269,9 @@ class _TorchStore:
 
     def delete(self, key: str) -> None:
         self._store.delete_key(key)
+
+    def pause(self, seconds: float) -> None:
+        time.sleep(seconds)
 
     def count(self, key: str) -> int:
         return int(self._store.add(key, 1))

@@ -201,4 +201,3 @@ def test_a_rank_reads_only_its_share(verify: str, tmp_path: Path) -> None:
     share = ROWS * COLUMNS * 4 // 4
     for read in values(run_ranks(4, read_a_share, str(tmp_path), verify)):
         assert read == share
-

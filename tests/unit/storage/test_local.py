@@ -318,7 +318,7 @@ def test_a_full_disk_is_said_with_the_bytes_that_were_wanted(tmp_path: Path) -> 
         storage.put("small", b"there is room again")
         assert [entry.name for entry in storage.entries("")] == ["small"]
     finally:
-        subprocess.run(["umount", str(small)], check=True)
+        subprocess.run(["umount", "--lazy", str(small)], check=True)
 
 
 def test_a_read_only_disk_is_said(tmp_path: Path) -> None:
@@ -338,7 +338,7 @@ def test_a_read_only_disk_is_said(tmp_path: Path) -> None:
                 call()
             assert caught.value.errno == errno.EROFS
     finally:
-        subprocess.run(["umount", str(mounted)], check=True)
+        subprocess.run(["umount", "--lazy", str(mounted)], check=True)
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EIO, errno.EDQUOT])

@@ -1,0 +1,122 @@
+"""`holdfast ls`: what a run holds, as a table or as JSON. Reads manifests alone, imports no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from holdfast.catalog import Checkpoint, Scan
+from holdfast.cli.output import cell, count_text, cut, print_json, size_text, stdout, table
+from holdfast.cli.sources import Unreadable, exit_code_of, local_time, open_run, scan_run, unreadable
+from holdfast.records.codec import Json, plain
+from holdfast.records.layout import folder_name
+
+_SHOWN_METRICS = 4
+_NAME_CHARACTERS = 40
+
+
+def ls(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run: a folder or a URL.")],
+    json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")] = False,
+) -> int:
+    """List the checkpoints of a run, the latest first.
+
+    Below them stands what was never committed and what cannot be read. Only manifests are read: 'holdfast verify' checks
+    the bytes.
+
+    \b
+    Examples:
+      holdfast ls runs/tiny
+      holdfast ls runs/tiny --json | jq '.checkpoints[0].step'
+
+    \b
+    Exit codes:
+      0  every manifest could be read
+      1  a manifest is damaged
+      2  RUN is not there or no run, or only a newer version can read one of its manifests
+    """
+    catalog = open_run(run)
+    scan = scan_run(catalog)
+    broken = unreadable(catalog, scan)
+    if json:
+        print_json(_as_json(catalog.storage.url, scan, broken))
+    else:
+        _print(catalog.storage.url, scan, broken)
+    return exit_code_of(broken)
+
+
+def _as_json(url: str, scan: Scan, broken: list[Unreadable]) -> dict[str, Any]:
+    return {
+        "run": url,
+        "checkpoints": [_checkpoint_json(found, latest=index == 0) for index, found in enumerate(scan.checkpoints)],
+        "attempts": list(scan.attempts),
+        "damaged": [{"folder": one.folder, "reason": one.reason} for one in broken if not one.newer],
+        "unsupported": [{"folder": one.folder, "reason": one.reason} for one in broken if one.newer],
+    }
+
+
+def _checkpoint_json(checkpoint: Checkpoint, *, latest: bool) -> dict[str, Any]:
+    manifest = checkpoint.manifest
+    return {
+        "folder": checkpoint.folder,
+        "path": checkpoint.path,
+        "latest": latest,
+        "step": manifest.step,
+        "sequence": manifest.sequence,
+        "parent": manifest.parent,
+        "digest": checkpoint.digest,
+        "created": manifest.created,
+        "size_bytes": manifest.size_bytes,
+        "world_size": manifest.world_size,
+        "metrics": plain(manifest.metrics),
+        "tags": list(manifest.tags),
+    }
+
+
+def _print(url: str, scan: Scan, broken: list[Unreadable]) -> None:
+    console = stdout()
+    if scan.checkpoints:
+        _print_checkpoints(console, scan.checkpoints)
+    else:
+        console.print(cell(f"{url} has no checkpoint yet"), soft_wrap=True)
+    if scan.attempts:
+        console.print(cell(f"{count_text(len(scan.attempts), 'attempt')} never committed:", "dim"))
+    for name in scan.attempts:
+        console.print(cell(f"  {name}", "dim"))
+    for one in broken:
+        word = "newer format" if one.newer else "damaged"
+        console.print(cell(f"{word}: {one.folder}: {one.reason}", "dim"), soft_wrap=True)
+
+
+def _print_checkpoints(console: Console, checkpoints: tuple[Checkpoint, ...]) -> None:
+    # A folder's name says no more than the step, unless it was not the first attempt at it.
+    named = any(found.folder != folder_name(found.step) for found in checkpoints)
+    columns = ["", "step", "sequence", "created", "size", "ranks", "metrics", "tags", *(["folder"] if named else [])]
+    rows = table(*columns, right=("step", "sequence", "size", "ranks"))
+    for index, found in enumerate(checkpoints):
+        manifest = found.manifest
+        rows.add_row(
+            cell("*" if index == 0 else "", "green"),
+            cell(found.step, "bold"),
+            cell(found.sequence),
+            cell(cut(local_time(manifest.created), _NAME_CHARACTERS)),
+            cell(size_text(found.size_bytes)),
+            cell(found.world_size),
+            cell(_metrics(manifest.metrics)),
+            cell(cut(", ".join(found.tags), _NAME_CHARACTERS)),
+            *([cell(found.folder)] if named else []),
+        )
+    console.print(rows)
+    console.print(cell("* latest", "dim"))
+
+
+def _metrics(metrics: dict[str, Json]) -> str:
+    shown = [f"{_short(name)} {_short(plain(value))}" for name, value in list(metrics.items())[:_SHOWN_METRICS]]
+    hidden = len(metrics) - len(shown)
+    return ", ".join(shown) + (f", +{hidden} more" if hidden > 0 else "")
+
+
+def _short(value: Json) -> str:
+    return cut(f"{value:.6g}" if isinstance(value, float) else str(value), _NAME_CHARACTERS)

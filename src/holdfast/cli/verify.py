@@ -1,0 +1,209 @@
+"""`holdfast verify`: check checkpoints to the byte, and say what is damaged. Knows no torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from holdfast.catalog import Catalog, Checkpoint
+from holdfast.cli.output import DAMAGED, REFUSED, SOUND, cell, count_text, print_json, size_text, stderr, stdout
+from holdfast.cli.sources import (
+    Unreadable,
+    find,
+    open_run,
+    open_source,
+    print_passed_over,
+    reason_of,
+    scan_run,
+    unreadable,
+)
+from holdfast.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
+from holdfast.records import layout
+from holdfast.records.report import Problem
+from holdfast.stages import verify as verifying
+
+_PATIENCE_SECONDS = 1.0
+
+
+class Depth(StrEnum):
+    """How much is checked."""
+
+    full = "full"
+    quick = "quick"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came out for one checkpoint. `newer`: only a newer version can read it, so nothing was checked."""
+
+    path: str
+    step: int
+    problems: tuple[Problem, ...]
+    checked_bytes: int = 0
+    newer: bool = False
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+def verify(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A run, a checkpoint, a link, or RUN@SELECTOR.")],
+    select: Annotated[str, typer.Option(metavar="SELECTOR", help="Which checkpoint of the run.")] = "latest",
+    depth: Annotated[
+        Depth, typer.Option(help="full: every byte. quick: that each file is there and has its size.")
+    ] = Depth.full,
+    every: Annotated[bool, typer.Option("--all", help="Every checkpoint of the run; SOURCE is a run.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")] = False,
+) -> int:
+    """Check checkpoints to the byte and name every damage.
+
+    What is on the disk is compared with the manifest; a damage is named by its file, leaf and byte range. A selector is 'latest', 'best', 'best:METRIC', 'best:METRIC:max', a step, a tag or a folder's name.
+
+    \b
+    Examples:
+      holdfast verify runs/tiny
+      holdfast verify runs/tiny@500 --depth quick
+      holdfast verify runs/tiny --all --json
+
+    \b
+    Exit codes:
+      0  sound
+      1  damaged; with --all, any of them, or a manifest
+      2  nothing there, a wrong argument, or a newer format
+    """
+    if every and select != "latest":
+        raise UsageError("--all and --select contradict each other", advice="give one of them")
+    started = time.monotonic()
+    outcomes = []
+    for outcome in _every(source, depth) if every else _one(source, select, depth):
+        outcomes.append(outcome)
+        if not json:
+            _print_outcome(stdout(), outcome)
+    if json:
+        print_json(_as_json(outcomes))
+    else:
+        _print_verdict(stdout(), outcomes, depth, time.monotonic() - started)
+    return _exit_code(outcomes)
+
+
+def _one(source: str, select: str, depth: Depth) -> Iterator[Outcome]:
+    catalog, selector = open_source(source, select)
+    try:
+        checkpoint, passed_over = find(catalog, selector)
+    except CorruptCheckpointError as error:
+        # A folder that was named is one checkpoint, and its manifest a file of it like any other.
+        if selector.kind != "folder":
+            raise
+        yield _unread(catalog, Unreadable(selector.name, reason_of(error), newer=False))
+        return
+    print_passed_over(passed_over)
+    yield _checked(checkpoint, depth)
+
+
+def _every(source: str, depth: Depth) -> Iterator[Outcome]:
+    catalog = open_run(source)
+    scan = scan_run(catalog)
+    if not scan.checkpoints and not scan.damaged:
+        raise CheckpointNotFoundError("there is no checkpoint to verify", run=catalog.storage.url)
+    for one in unreadable(catalog, scan):
+        yield _unread(catalog, one)
+    for checkpoint in scan.checkpoints:
+        yield _checked(checkpoint, depth)
+
+
+def _checked(checkpoint: Checkpoint, depth: Depth) -> Outcome:
+    with meter(stderr(), f"step {checkpoint.step}", checkpoint.size_bytes) as on_bytes:
+        report = verifying.verify(checkpoint, depth.value, on_bytes=on_bytes)
+    return Outcome(report.path, report.step, report.problems, report.checked_bytes)
+
+
+def _unread(catalog: Catalog, one: Unreadable) -> Outcome:
+    named = layout.parse_folder(one.folder)
+    problem = Problem(layout.MANIFEST, one.reason)
+    path = f"{catalog.storage.url}/{one.folder}"
+    return Outcome(path, named.step if named else 0, (problem,), newer=one.newer)
+
+
+@contextmanager
+def meter(
+    console: Console, title: str, total_bytes: int, after_seconds: float = _PATIENCE_SECONDS
+) -> Iterator[Callable[[int], None]]:
+    """Count bytes, and show them as a bar once it takes longer than a moment. Nothing is shown to a file or a pipe."""
+    if not console.is_interactive:
+        yield lambda size_bytes: None
+        return
+    parts = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
+    bar = Progress(TextColumn("{task.description}"), *parts, console=console, transient=True)
+    task = bar.add_task(title, total=total_bytes)
+    started = time.monotonic()
+
+    def on_bytes(size_bytes: int) -> None:
+        bar.advance(task, size_bytes)
+        if time.monotonic() - started >= after_seconds:
+            bar.start()
+
+    try:
+        yield on_bytes
+    finally:
+        bar.stop()
+
+
+def _exit_code(outcomes: list[Outcome]) -> int:
+    if any(not outcome.ok and not outcome.newer for outcome in outcomes):
+        return DAMAGED
+    return SOUND if all(outcome.ok for outcome in outcomes) else REFUSED
+
+
+def _as_json(outcomes: list[Outcome]) -> dict[str, Any]:
+    return {"ok": all(outcome.ok for outcome in outcomes), "checkpoints": [_outcome_json(one) for one in outcomes]}
+
+
+def _outcome_json(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "path": outcome.path,
+        "step": outcome.step,
+        "ok": outcome.ok,
+        "checked_bytes": outcome.checked_bytes,
+        "problems": [
+            {"file": one.file, "leaf": one.leaf, "byte_range": one.byte_range, "what": one.what}
+            for one in outcome.problems
+        ],
+    }
+
+
+def _print_outcome(console: Console, outcome: Outcome) -> None:
+    word, style = _word(outcome)
+    line = cell(word, style)
+    line.append_text(cell(f"  step {outcome.step}  {outcome.path}"))
+    console.print(line, soft_wrap=True)
+    for problem in outcome.problems:
+        console.print(cell(f"  {problem}"), soft_wrap=True)
+
+
+def _word(outcome: Outcome) -> tuple[str, str]:
+    if outcome.ok:
+        return "sound", "green"
+    return ("newer", "yellow") if outcome.newer else ("damaged", "bold red")
+
+
+def _print_verdict(console: Console, outcomes: list[Outcome], depth: Depth, seconds: float) -> None:
+    wrong = [outcome for outcome in outcomes if not outcome.ok]
+    size = size_text(sum(outcome.checked_bytes for outcome in outcomes))
+    what = f"{size} checked" if depth is Depth.full else "names and sizes checked, no bytes"
+    effort = f"{what} in {seconds:.2f} s"
+    if not wrong:
+        console.print(cell(f"sound: {count_text(len(outcomes), 'checkpoint')}, {effort}", "green"))
+        return
+    problems = count_text(sum(len(outcome.problems) for outcome in wrong), "problem")
+    word = "damaged" if _exit_code(outcomes) == DAMAGED else "not checked"
+    of = f"{len(wrong)} of {count_text(len(outcomes), 'checkpoint')}"
+    console.print(cell(f"{word}: {of}, {problems}, {effort}", "bold red"))

@@ -1,0 +1,850 @@
+"""PyTorch's own checkpoint API over Holdfast's files. A planner's items enter, a committed checkpoint leaves, and back.
+
+    dcp.save(state, storage_writer=HoldfastWriter("runs/tiny"))
+    dcp.load(state, storage_reader=HoldfastReader("runs/tiny"))
+
+PyTorch's planner decides who writes and reads what, and PyTorch carries every agreement between the ranks; the files,
+the manifest and the order in which they become durable are those of any other checkpoint.
+
+Names. PyTorch flattens a state dict to dotted keys. The part of a key before its first dot is the component when it can
+be one, and the key is the leaf's name: `model.layers.0.weight` is a leaf of `model`. Every other key, such as `epoch`,
+goes into one more component, `state`, as the leaf `state.epoch`. A component's values are nested as they were in the
+state dict. The manifest's `extra` has a note, `dcp`: `loose` is that one more component, and `flat` are the components
+that were no dict of their own, but the front of dotted keys.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
+
+import msgspec
+import torch
+from blake3 import blake3
+from torch.distributed.checkpoint import StorageReader, StorageWriter
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from holdfast._version import __version__
+from holdfast.catalog import Catalog, Checkpoint
+from holdfast.errors import CorruptCheckpointError, HoldfastError, StateMismatchError, StorageError, UsageError
+from holdfast.records import layout
+from holdfast.records.boxes import Box, cover_exactly
+from holdfast.records.codec import Json, decode, encode
+from holdfast.records.dtypes import ELEMENT_TYPES
+from holdfast.records.files import TensorFile
+from holdfast.records.manifest import BLOCK_BYTES, ChunkRecord, FileRecord, TensorRecord, TreeRecord
+from holdfast.records.report import Problem
+from holdfast.records.state import Receipt
+from holdfast.records.targets import Request
+from holdfast.records.tensorfile import FramedChunk, frame
+from holdfast.stages.commit import Facts, Listing, commit
+from holdfast.stages.read import check_only, read
+from holdfast.stages.resolve import Location, resolve
+from holdfast.stages.stage import split, values_file
+from holdfast.stages.write import write
+from holdfast.storage.registry import open_storage
+from holdfast.tensors import check_storable, host_pieces, torch_dtype
+
+logger = logging.getLogger("holdfast")
+
+__all__ = ["HoldfastReader", "HoldfastWriter"]
+
+Verify = Literal["full", "quick", "off"]
+Path = tuple[str | int, ...]
+
+_NOTE = "dcp"
+_LOOSE = "state"
+_PIECE_BYTES = 32 * BLOCK_BYTES
+_BATCH_BYTES = 1 << 30
+_MAX_VALUES_BYTES = 4 << 30
+
+
+# The writer
+
+
+class _Duty(msgspec.Struct, frozen=True):
+    """What the coordinator tells one rank, in its plan's `storage_data`."""
+
+    folder: str
+    rank: int
+    size: int
+    step: int
+    loose: str
+
+
+class _StoredTensor(msgspec.Struct, frozen=True):
+    """One tensor item as its rank wrote it: the leaf with this one chunk, and the file that holds it."""
+
+    leaf: TensorRecord
+    file: FileRecord
+
+
+class _StoredValue(msgspec.Struct, frozen=True):
+    """One item that is no tensor, encoded. The coordinator writes it: an item is small, and a tree is one file's."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """What the coordinator decided about the save that is under way."""
+
+    run_id: str
+    folder: str
+    step: int
+    sequence: int
+    parent: str | None
+    loose: str
+
+
+class HoldfastWriter(StorageWriter):  # type: ignore[misc]
+    """A `StorageWriter` that commits a Holdfast checkpoint.
+
+    run: the folder or URL of the run. step: the training step; None takes one more than the latest checkpoint's, or 0.
+    The checkpoint continues the latest one; a step which that line has committed is refused. Values that are no
+    tensors are stored by the typed codec, never pickled, so the planner must be able to look up the object itself.
+    """
+
+    def __init__(self, run: Location, *, step: int | None = None) -> None:
+        self._run = run
+        self._step = None if step is None else layout.check_step(step)
+        self._attempt: _Attempt | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Take another run, or, of a path such as `RUN/step-000000500`, another run and a step."""
+        self._attempt = None
+        if checkpoint_id is None:
+            return
+        head, _, tail = os.fspath(checkpoint_id).rstrip("/").rpartition("/")
+        parsed = layout.parse_folder(tail)
+        self._run = (head or ".") if parsed else checkpoint_id
+        self._step = parsed.step if parsed else self._step
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.get("use_collectives", True):
+            raise UsageError("use_collectives=False", advice="a checkpoint is one for all ranks, who must agree on it")
+        self._attempt = None
+        self._catalog = Catalog(open_storage(self._run))
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        _refuse_cached(plan)
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Decide the folder. Nothing is touched before the plans are known to be ones that can be written."""
+        for plan in plans:
+            _refuse_cached(plan)
+        plans = _without_empty_pieces(plans)
+        loose = _loose_component([item.index.fqn for plan in plans for item in plan.items])
+        self._attempt = attempt = self._claim(len(plans), loose)
+        return [
+            replace(plan, storage_data=_Duty(attempt.folder, rank, len(plans), attempt.step, loose))
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's tensors. What cannot be stored is found before the first byte, as far as it can be."""
+        duty: _Duty = plan.storage_data
+        try:
+            results = _write_items(plan.items, planner, duty, self._catalog)
+        except HoldfastError as error:
+            raise error.at(step=duty.step, rank=duty.rank) from error
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit, on the coordinator: every rank's tensors are durable, the values follow, the manifest is last."""
+        if self._attempt is None:
+            raise UsageError("finish() came before prepare_global_plan()")
+        checkpoint = _commit(self._attempt, metadata.planner_data, results, self._catalog)
+        logger.info(
+            "committed step %d: %.1f MiB to %s", checkpoint.step, checkpoint.size_bytes / 2**20, checkpoint.path
+        )
+        _point_at(self._catalog, checkpoint.folder)
+
+    def storage_meta(self) -> StorageMeta | None:
+        return StorageMeta(checkpoint_id=self._run if isinstance(self._run, str | os.PathLike) else None)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return _is_location(checkpoint_id)
+
+    def _claim(self, size: int, loose: str) -> _Attempt:
+        scan = self._catalog.scan()
+        latest = scan.checkpoints[0] if scan.checkpoints else None
+        step = self._step
+        if step is None:
+            step = layout.check_step(latest.step + 1 if latest else 0)
+        parent = latest.digest if latest else None
+        if any(checkpoint.step == step for checkpoint in self._catalog.lineage(parent, scan)):
+            raise UsageError(
+                f"step {step} is committed already",
+                run=self._catalog.storage.url,
+                step=step,
+                advice="a committed checkpoint never changes; save another step",
+            )
+        sequence = max((checkpoint.sequence for checkpoint in scan.checkpoints), default=0) + 1
+        run_id = self._catalog.open_run()
+        return _Attempt(run_id, self._catalog.claim(step, size), step, sequence, parent, loose)
+
+
+def _refuse_cached(plan: SavePlan) -> None:
+    # A rank that takes its plan from the planner's cache never sees this save's folder, only the last one's.
+    if not plan.usable:
+        raise UsageError(
+            "the planner reuses the plan of another save",
+            advice="build the planner with enable_plan_caching=False",
+        )
+
+
+def _without_empty_pieces(plans: list[SavePlan]) -> list[SavePlan]:
+    """A rank that got nothing of an uneven cut writes nothing; of a tensor that is empty as a whole, one piece stays."""
+    seen: set[str] = set()
+
+    def wanted(item: WriteItem) -> bool:
+        if item.type == WriteItemType.BYTE_IO or 0 not in item.tensor_data.chunk.sizes:
+            return True
+        first = 0 in item.tensor_data.size and item.index.fqn not in seen
+        seen.add(item.index.fqn)
+        return first
+
+    return [replace(plan, items=[item for item in plan.items if wanted(item)]) for plan in plans]
+
+
+def _component_of(fqn: str) -> str | None:
+    """The component that a key names itself, or None."""
+    front, _, rest = fqn.partition(".")
+    try:
+        return layout.check_component_name(front) if rest else None
+    except UsageError:
+        return None
+
+
+def _loose_component(fqns: Sequence[str]) -> str:
+    """The component for keys that name none: `state`, or, when keys name that one, the next free name like it."""
+    for fqn in fqns:
+        if len(fqn) + len("state_00000.") > layout.MAX_NAME_CHARACTERS:
+            raise UsageError(f"a leaf's name has {len(fqn)} characters", leaf=fqn[:80])
+    taken = {_component_of(fqn) for fqn in fqns}
+    name, number = _LOOSE, 2
+    while name in taken:
+        name, number = f"{_LOOSE}_{number}", number + 1
+    return name
+
+
+def _leaf_name(fqn: str, loose: str) -> str:
+    return fqn if _component_of(fqn) else layout.leaf_name(loose, fqn)
+
+
+def _write_items(items: Sequence[WriteItem], planner: SavePlanner, duty: _Duty, catalog: Catalog) -> list[WriteResult]:
+    values = [(item, _StoredValue(_encoded(item, planner))) for item in items if item.type == WriteItemType.BYTE_IO]
+    tensors = {_chunk_of(item, duty.loose): item for item in items if item.type != WriteItemType.BYTE_IO}
+    files = _tensor_files(tensors, planner, duty.rank)
+    try:
+        receipt = write(duty.folder, files, (), catalog.storage)
+    except Exception:
+        _discard([file.name for file in files], duty, catalog)
+        raise
+    results = [WriteResult(item.index, 0, stored) for item, stored in values]
+    records = {file.name: file for file in receipt.files}
+    by_place = {(chunk.leaf, chunk.box): item for chunk, item in tensors.items()}
+    for leaf, record in receipt.chunks:
+        item = by_place[leaf, record.box]
+        stored = _StoredTensor(_record_of(leaf, item, record), records[record.file])
+        results.append(WriteResult(item.index, stored.leaf.size_bytes, stored))
+    return results
+
+
+def _encoded(item: WriteItem, planner: SavePlanner) -> Json:
+    look_up = getattr(planner, "lookup_object", None)
+    if look_up is None:
+        raise UsageError(
+            f"the planner {type(planner).__name__} has no lookup_object(), and gives values only as pickled bytes",
+            leaf=item.index.fqn,
+            advice="derive it from DefaultSavePlanner; a Holdfast checkpoint holds no pickle",
+        )
+    return encode(look_up(item.index), path=item.index.fqn, on_tensor=None)
+
+
+def _chunk_of(item: WriteItem, loose: str) -> FramedChunk:
+    leaf = _leaf_name(item.index.fqn, loose)
+    data = item.tensor_data
+    dtype = _dtype_name(data.properties.dtype, leaf)
+    if 0 in data.size:
+        return FramedChunk(leaf, dtype, Box((0,) * len(data.size), tuple(data.size)))
+    return FramedChunk(leaf, dtype, Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes)))
+
+
+def _dtype_name(dtype: torch.dtype, leaf: str) -> str:
+    name = str(dtype).removeprefix("torch.")
+    if name not in ELEMENT_TYPES:
+        raise UsageError(f"a tensor of {dtype} cannot be stored", leaf=leaf, advice="turn it into another type")
+    return name
+
+
+def _record_of(leaf: str, item: WriteItem, chunk: ChunkRecord) -> TensorRecord:
+    return TensorRecord(
+        name=leaf,
+        dtype=_dtype_name(item.tensor_data.properties.dtype, leaf),
+        shape=tuple(item.tensor_data.size),
+        chunks=(chunk,),
+        sharded=item.type == WriteItemType.SHARD,
+    )
+
+
+def _tensor_files(tensors: Mapping[FramedChunk, WriteItem], planner: SavePlanner, rank: int) -> list[TensorFile]:
+    files = []
+    for number, group in enumerate(split(_one_of_each_leaf_first(tensors))):
+        framed = frame(group)
+        sources = [partial(_pieces, tensors[chunk], chunk, planner) for chunk in framed.chunks]
+        files.append(TensorFile(layout.tensor_file(rank, number), framed, sources))
+    return files
+
+
+def _one_of_each_leaf_first(chunks: Iterable[FramedChunk]) -> list[FramedChunk]:
+    """The first chunk of every leaf, then every second one: a file has no leaf twice, and files should be few."""
+    seen: dict[str, int] = {}
+    numbered = []
+    for chunk in chunks:
+        number = seen[chunk.leaf] = seen.get(chunk.leaf, 0) + 1
+        numbered.append((number, chunk))
+    return [chunk for _, chunk in sorted(numbered, key=lambda pair: pair[0])]
+
+
+def _pieces(item: WriteItem, chunk: FramedChunk, planner: SavePlanner) -> Iterator[memoryview]:
+    """The bytes of one item. It is resolved only now, because resolving may take memory."""
+    tensor = planner.resolve_data(item).detach()
+    component = chunk.leaf.partition(".")[0]
+    check_storable(tensor, component=component, leaf=chunk.leaf)
+    if tuple(tensor.shape) != chunk.box.sizes or _dtype_name(tensor.dtype, chunk.leaf) != chunk.dtype:
+        raise UsageError(
+            f"the planner planned {chunk.dtype} {list(chunk.box.sizes)} and gave {tensor.dtype} {list(tensor.shape)}",
+            leaf=chunk.leaf,
+            advice="change the item's tensor_data in create_local_plan() as resolve_data() changes the tensor",
+        )
+    yield from host_pieces(tensor, _PIECE_BYTES)
+
+
+def _discard(names: Iterable[str], duty: _Duty, catalog: Catalog) -> None:
+    """Give back the room. The claim stays while other ranks may still write below the name that it holds."""
+    for name in [*names, layout.ATTEMPT] if duty.size == 1 else names:
+        try:
+            catalog.storage.delete(layout.key(duty.folder, name))
+        except StorageError as error:
+            logger.debug("could not remove %s of an abandoned attempt: %s", name, error)
+
+
+def _commit(attempt: _Attempt, paths: Any, results: list[list[WriteResult]], catalog: Catalog) -> Checkpoint:
+    leaves = _whole_leaves([result.storage_data.leaf for result in _of(results, _StoredTensor)])
+    values = {result.index.fqn: result.storage_data.value for result in _of(results, _StoredValue)}
+    fqns = {result.index.fqn: result.storage_data for rank in results for result in rank}
+    trees, flat = _trees_of(_nested_items(fqns, attempt.loose, paths), attempt.loose, values)
+    receipts = [_receipt(rank) for rank in results]
+    if trees:
+        file = values_file(layout.SHARED_VALUES, trees)
+        shared = write(attempt.folder, (), [file], catalog.storage)
+        receipts[0] = Receipt((*receipts[0].files, *shared.files), receipts[0].chunks)
+    listing = Listing(leaves, [TreeRecord(component=name, kind="values", file=layout.SHARED_VALUES) for name in trees])
+    note = {"loose": attempt.loose if attempt.loose in trees else None, "flat": flat}
+    return commit(_facts(attempt, note), listing, receipts, catalog)
+
+
+def _of(results: list[list[WriteResult]], kind: type) -> list[WriteResult]:
+    return [result for rank in results for result in rank if isinstance(result.storage_data, kind)]
+
+
+def _receipt(results: Sequence[WriteResult]) -> Receipt:
+    stored = [result.storage_data for result in results if isinstance(result.storage_data, _StoredTensor)]
+    files = {one.file.name: one.file for one in stored}
+    return Receipt(tuple(files.values()), tuple((one.leaf.name, one.leaf.chunks[0]) for one in stored))
+
+
+def _whole_leaves(pieces: Sequence[TensorRecord]) -> list[TensorRecord]:
+    """Each leaf once, still without its chunks, when its pieces agree and make up all of it."""
+    leaves: dict[str, TensorRecord] = {}
+    boxes: dict[str, list[Box]] = {}
+    for piece in pieces:
+        bare = msgspec.structs.replace(piece, chunks=())
+        if leaves.setdefault(piece.name, bare) != bare:
+            raise UsageError("the ranks plan different types or shapes of it", leaf=piece.name)
+        boxes.setdefault(piece.name, []).append(piece.chunks[0].box)
+    for name, leaf in leaves.items():
+        wrong = cover_exactly(boxes[name], leaf.shape)
+        if wrong is not None:
+            raise UsageError(f"the planner's items are not all of it: {wrong}", leaf=name)
+    return list(leaves.values())
+
+
+def _facts(attempt: _Attempt, note: Mapping[str, Any]) -> Facts:
+    return Facts(
+        run_id=attempt.run_id,
+        folder=attempt.folder,
+        step=attempt.step,
+        sequence=attempt.sequence,
+        parent=attempt.parent,
+        meshes=(),
+        metrics={},
+        progress={},
+        extra={_NOTE: encode(note, path=_NOTE, on_tensor=None)},
+        config=None,
+        guards={},
+        tags=(),
+        versions={"holdfast": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One key of the state dict: its component, its path in the component's values, whether it was cut to get them."""
+
+    fqn: str
+    component: str
+    path: Path
+    flat: bool
+
+
+def _nested_items(fqns: Iterable[str], loose: str, paths: Any) -> Iterator[_Item]:
+    """Where each key stood in the state dict. A planner that does not say it gives keys of one piece."""
+    for fqn in fqns:
+        known = paths.get(fqn) if isinstance(paths, Mapping) else None
+        path: Path = tuple(known) if known and ".".join(map(str, known)) == fqn else (fqn,)
+        component = _component_of(fqn)
+        if component is None:
+            yield _Item(fqn, loose, path, flat=False)
+        elif path[0] == component:
+            yield _Item(fqn, component, path[1:], flat=False)
+        else:
+            yield _Item(fqn, component, (str(path[0])[len(component) + 1 :], *path[1:]), flat=True)
+
+
+class _Branch(dict[str | int, Any]):
+    """A dict or, with numbers as keys, a list of the state dict. A value may be a dict too, hence a type of its own."""
+
+
+def _trees_of(items: Iterable[_Item], loose: str, values: Mapping[str, Json]) -> tuple[dict[str, Json], list[str]]:
+    """Every component's values as one nested tree, tensors by reference; and the components that were only fronts."""
+    roots: dict[str, _Branch] = {}
+    flat: dict[str, bool] = {}
+    for item in items:
+        branch = roots.setdefault(item.component, _Branch())
+        for part in item.path[:-1]:
+            branch = branch.setdefault(part, _Branch())
+        reference = item.fqn if item.component == loose else item.fqn[len(item.component) + 1 :]
+        branch[item.path[-1]] = values.get(item.fqn, {"$tensor": reference})
+        flat[item.component] = flat.get(item.component, True) and item.flat
+    return {name: _json(root) for name, root in roots.items()}, sorted(name for name in flat if flat[name])
+
+
+def _json(node: Any) -> Json:
+    if not isinstance(node, _Branch):
+        return node  # type: ignore[no-any-return]
+    if all(isinstance(key, int) for key in node):
+        return [_json(node.get(index)) for index in range(max(int(key) for key in node) + 1)]
+    keys = [encode(str(key), path="", on_tensor=None) for key in node]
+    if all(isinstance(key, str) and not key.startswith("$") for key in keys):
+        return {str(key): _json(value) for key, value in node.items()}
+    return {"$dict": [[key, _json(value)] for key, value in zip(keys, node.values(), strict=True)]}
+
+
+def _point_at(catalog: Catalog, folder: str) -> None:
+    """Move the `latest` link where the storage has links. It is for people; no reader of ours looks at it."""
+    point = getattr(catalog.storage, "point", None)
+    if point is None:
+        return
+    try:
+        point(layout.LATEST_LINK, folder)
+    except StorageError as error:
+        logger.warning("committed, but the link 'latest' could not be moved: %s", error)
+
+
+def _is_location(checkpoint_id: object) -> bool:
+    if not isinstance(checkpoint_id, str | os.PathLike) or not os.fspath(checkpoint_id):
+        return False
+    try:
+        open_storage(checkpoint_id)
+    except HoldfastError:
+        return False
+    return True
+
+
+# The reader
+
+
+class HoldfastReader(StorageReader):  # type: ignore[misc]
+    """A `StorageReader` of any Holdfast checkpoint, written by `HoldfastWriter` or by a `CheckpointManager`.
+
+    run, selector: which checkpoint, as everywhere. verify: "full" checks the digest of every byte that is needed, on
+    every rank, before the first tensor is changed; "quick" and "off" check the sizes of files alone.
+
+    The keys are those of the flattened state dict: `model.layers.0.weight`, `optimizer.state.layers.0.weight.exp_avg`,
+    `optimizer.param_groups.0.lr`. Tied tensors are there under each of their names. What a component keeps per rank has
+    the scope in its key: `rng@rank-00000.torch`. Values are decoded by the typed codec; the bytes that PyTorch's
+    planner wants to unpickle are made here, in memory, from what was decoded.
+    """
+
+    def __init__(self, run: Location, selector: str | int = "latest", *, verify: Verify = "full") -> None:
+        if verify not in ("full", "quick", "off"):
+            raise UsageError(f"verify={verify!r}", advice="use 'full', 'quick' or 'off'")
+        self._run = run
+        self._selector = selector
+        self._verify = verify
+        self._contents: _Contents | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Take another place: a run, `RUN@SELECTOR`, a checkpoint's folder, a link."""
+        self._contents = None
+        if checkpoint_id is not None:
+            self._run = checkpoint_id
+
+    # No **kwargs: with them, PyTorch would take a failure for a checkpoint without an agreement between the ranks.
+    def read_metadata(self) -> Metadata:
+        self._contents = _Contents(resolve(self._run, self._selector), checked=self._verify == "full")
+        return self._contents.metadata()
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if self._contents is None:
+            self.read_metadata()
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Meet all damage now: an error here is everybody's, and no rank has changed a tensor yet."""
+        contents = self._opened()
+        if self._verify == "full":
+            wanted = [contents.request(item, None) for item in plan.items if item.type == LoadItemType.TENSOR]
+            _refuse_damage(check_only(contents.checkpoint, wanted), contents.checkpoint)
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                contents.value(item.storage_index.fqn)
+        return replace(plan, storage_data=contents.checkpoint.digest)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        if len({plan.storage_data for plan in plans}) > 1:
+            raise StateMismatchError(
+                f"'{self._selector}' is not the same checkpoint for all ranks: one was committed meanwhile",
+                run=self._opened().checkpoint.storage.url,
+                advice="load again, or name the step",
+            )
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        contents = self._opened()
+        tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
+        for batch in _batches(tensors, contents):
+            _read_batch(batch, planner, contents, checked=self._verify == "full")
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, _saved(contents.value(item.storage_index.fqn)))
+        self._contents = None
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return _is_location(checkpoint_id)
+
+    def _opened(self) -> _Contents:
+        if self._contents is None:
+            raise UsageError("the checkpoint is not open", advice="PyTorch calls read_metadata() first; so must you")
+        return self._contents
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """A value that is no tensor, still encoded, and the tree that it is part of."""
+
+    tree: TreeRecord
+    stored: Json
+
+
+class _Listing(dict[str, Any]):
+    """What a checkpoint has by key. Also knows the second spelling of an optimizer's options, without listing it:
+    whoever loads all that is listed should not load them twice."""
+
+    def __init__(self, aliases: Mapping[str, str]) -> None:
+        super().__init__()
+        self.aliases = aliases
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or key in self.aliases
+
+    def __missing__(self, key: str) -> Any:
+        return self[self.aliases[key]]
+
+
+@dataclass(slots=True)
+class _Contents:
+    """One checkpoint by PyTorch's keys: what each key is, and where in the state dict it stands."""
+
+    checkpoint: Checkpoint
+    checked: bool
+    entries: dict[str, TensorRecord | _Value] = field(default_factory=dict)
+    paths: dict[str, Path] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    decoded: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        manifest = self.checkpoint.manifest
+        leaves = {leaf.name: leaf for leaf in manifest.tensors}
+        loose, flat = _read_note(manifest.extra.get(_NOTE))
+        files: dict[str, dict[str, Json]] = {}
+        for tree in manifest.trees:
+            if tree.file not in files:
+                files[tree.file] = _read_values(self.checkpoint, tree.file, checked=self.checked)
+            if tree.name not in files[tree.file]:
+                raise CorruptCheckpointError(f"it has no values of '{tree.name}'", file=tree.file)
+            stored = files[tree.file][tree.name]
+            for inner, value in _flattened(stored, tree):
+                path = _outer_path(tree, inner, loose=tree.name == loose, flat=tree.name in flat)
+                self._add(path, value, tree, leaves)
+            self._add_aliases(stored, tree)
+
+    def metadata(self) -> Metadata:
+        listing = _Listing(self.aliases)
+        for key, entry in self.entries.items():
+            listing[key] = BytesStorageMetadata() if isinstance(entry, _Value) else _tensor_metadata(entry)
+        return Metadata(state_dict_metadata=listing, planner_data=dict(self.paths))
+
+    def request(self, item: ReadItem, target: Any) -> Request:
+        """The box of a leaf that an item wants."""
+        leaf = self._entry(item.storage_index.fqn)
+        if not isinstance(leaf, TensorRecord):
+            raise UsageError(
+                "the plan asks for a tensor that the checkpoint does not have", leaf=item.storage_index.fqn
+            )
+        start = item.storage_index.offset or (0,) * len(leaf.shape)
+        offsets = tuple(a + b for a, b in zip(start, item.storage_offsets, strict=True))
+        box = Box(offsets, tuple(item.lengths))
+        if not box.within(leaf.shape):
+            raise UsageError(f"the plan asks for {box} of a tensor of shape {list(leaf.shape)}", leaf=leaf.name)
+        return Request(leaf, box, target, fresh=False)
+
+    def value(self, key: str) -> Any:
+        """A value that is no tensor, decoded once. Tensors inside of it, as in a tuple, are read with it."""
+        entry = self._entry(key)
+        if not isinstance(entry, _Value):
+            raise UsageError("the plan asks for a value where the checkpoint has a tensor, or nothing", leaf=key)
+        if key not in self.decoded:
+            self.decoded[key] = decode(entry.stored, path=key, tensor=partial(self._read_whole, entry.tree))
+        return self.decoded[key]
+
+    def _entry(self, key: str) -> TensorRecord | _Value | None:
+        return self.entries.get(key) or self.entries.get(self.aliases.get(key, key))
+
+    def _add(self, path: Path, value: Json, tree: TreeRecord, leaves: Mapping[str, TensorRecord]) -> None:
+        key = ".".join(map(str, path))
+        # Two values whose keys spell the same dotted name: PyTorch can ask for neither, so the first may have it.
+        if key in self.entries:
+            return
+        reference = _reference(value)
+        name = layout.leaf_name(tree.name, reference or "")
+        if reference is not None and name not in leaves:
+            raise CorruptCheckpointError("its values name a tensor that is not listed", leaf=name, file=tree.file)
+        self.entries[key] = _Value(tree, value) if reference is None else leaves[name]
+        self.paths[key] = path
+
+    def _add_aliases(self, stored: Json, tree: TreeRecord) -> None:
+        """An optimizer's options by parameter, as `flatten_optimizer_state_dict` spells them."""
+        groups = stored.get("param_groups") if tree.kind == "optimizer" and isinstance(stored, dict) else None
+        for index, group in enumerate(groups if isinstance(groups, list) else ()):
+            names = group.get("params") if isinstance(group, dict) else None
+            for name in names if isinstance(names, list) else ():
+                for option in group:
+                    key = f"{tree.name}.param_groups.{index}.{option}"
+                    if key in self.entries:
+                        self.aliases[f"{tree.name}.param_groups.{name}.{option}"] = key
+
+    def _read_whole(self, tree: TreeRecord, reference: str) -> torch.Tensor:
+        name = layout.leaf_name(tree.name, reference)
+        leaf = next((leaf for leaf in self.checkpoint.manifest.tensors if leaf.name == name), None)
+        if leaf is None:
+            raise CorruptCheckpointError("its values name a tensor that is not listed", leaf=name, file=tree.file)
+        target = torch.empty(leaf.shape, dtype=torch_dtype(leaf.dtype))
+        request = Request(leaf, Box((0,) * len(leaf.shape), leaf.shape), target, fresh=True)
+        _refuse_damage(read(self.checkpoint, [request], checked=self.checked), self.checkpoint)
+        return target
+
+
+def _read_note(stored: Any) -> tuple[str | None, set[str]]:
+    """The names of the components that `HoldfastWriter` made up, and none where it wrote no note."""
+    note = stored if isinstance(stored, dict) else {}
+    loose, flat = note.get("loose"), note.get("flat")
+    return (
+        loose if isinstance(loose, str) else None,
+        {name for name in flat if isinstance(name, str)} if isinstance(flat, list) else set(),
+    )
+
+
+def _read_values(checkpoint: Checkpoint, name: str, *, checked: bool) -> dict[str, Json]:
+    record = next(file for file in checkpoint.manifest.files if file.name == name)
+    data = checkpoint.storage.read(checkpoint.key(name), min(record.size_bytes, _MAX_VALUES_BYTES))
+    where: dict[str, Any] = {"run": checkpoint.storage.url, "step": checkpoint.step, "file": name}
+    if len(data) != record.size_bytes:
+        raise CorruptCheckpointError(f"has {len(data)} bytes, the manifest says {record.size_bytes}", **where)
+    if checked and blake3(data).hexdigest() != record.digest:
+        raise CorruptCheckpointError("the bytes do not have their digest", byte_range=(0, len(data)), **where)
+    try:
+        return msgspec.json.decode(data, type=dict[str, dict[str, Any]])["trees"]
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, KeyError) as error:
+        raise CorruptCheckpointError(f"it is no file of values: {error}", **where) from None
+
+
+def _outer_path(tree: TreeRecord, path: Path, *, loose: bool, flat: bool) -> Path:
+    """Where a value of a tree stood in the state dict that was saved."""
+    if loose and path:
+        return path
+    if flat and path:
+        return (f"{tree.name}.{path[0]}", *path[1:])
+    return (tree.name, *path)
+
+
+def _flattened(stored: Json, tree: TreeRecord) -> list[tuple[Path, Json]]:
+    """A tree's values, still encoded, by the paths that PyTorch's own flattening of the decoded tree would give."""
+    found: list[tuple[Path, Json]] = []
+    try:
+        _flatten(stored, (), lambda path, value: found.append((path, value)))
+    except RecursionError:
+        raise CorruptCheckpointError("the values are nested too deep", file=tree.file) from None
+    return found
+
+
+def _flatten(value: Json, path: Path, visit: Callable[[Path, Json], None]) -> None:
+    pairs = _pairs_of(value)
+    if pairs is not None:
+        for key, inner in pairs:
+            _flatten(inner, (*path, key), visit)
+    elif isinstance(value, list) and not _is_terminal(value):
+        for index, inner in enumerate(value):
+            _flatten(inner, (*path, index), visit)
+    else:
+        visit(path, value)
+
+
+def _is_terminal(values: list[Json]) -> bool:
+    """PyTorch goes into a list only when there is a tensor or a dict in it; a tuple is always one value."""
+    return not any(
+        _pairs_of(value) is not None
+        or _reference(value) is not None
+        or (isinstance(value, list) and not _is_terminal(value))
+        for value in values
+    )
+
+
+def _pairs_of(value: Json) -> list[tuple[str, Json]] | None:
+    """The items of what will be decoded to a mapping, its keys as PyTorch spells them; None for everything else."""
+    if not isinstance(value, dict):
+        return None
+    tag = next(iter(value), "")
+    if not tag.startswith("$"):
+        return list(value.items())
+    items: Any = value[tag]
+    if tag in ("$ordereddict", "$defaultdict") and isinstance(items, dict):
+        items = items.get("items")
+    elif tag not in ("$dict", "$counter"):
+        return None
+    try:
+        return [(str(decode(key, path="", tensor=None)), inner) for key, inner in items]
+    except (HoldfastError, TypeError, ValueError):
+        # Malformed, or with keys of a type that is not registered here: one value, whose decoding says what is wrong.
+        return None
+
+
+def _reference(value: Json) -> str | None:
+    reference = value.get("$tensor") if isinstance(value, dict) else None
+    return reference if isinstance(reference, str) else None
+
+
+def _tensor_metadata(leaf: TensorRecord) -> TensorStorageMetadata:
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=torch_dtype(leaf.dtype)),
+        size=torch.Size(leaf.shape),
+        chunks=[ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in leaf.chunks],
+    )
+
+
+def _batches(items: Sequence[ReadItem], contents: _Contents) -> Iterator[list[ReadItem]]:
+    """Items to read at a time: resolving a target may take memory, which should not be taken for all at once."""
+    batch: list[ReadItem] = []
+    size = 0
+    for item in items:
+        request = contents.request(item, None)
+        batch.append(item)
+        size += request.box.volume * request.leaf.item_bytes
+        if size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _read_batch(items: Sequence[ReadItem], planner: LoadPlanner, contents: _Contents, *, checked: bool) -> None:
+    targets = [planner.resolve_tensor(item).detach() for item in items]
+    requests = [
+        contents.request(item, _like_stored(contents, item, target))
+        for item, target in zip(items, targets, strict=True)
+    ]
+    _refuse_damage(read(contents.checkpoint, requests, checked=checked), contents.checkpoint)
+    for item, target, request in zip(items, targets, requests, strict=True):
+        if request.target is not target:
+            target.copy_(request.target)
+        planner.commit_tensor(item, target)
+
+
+def _like_stored(contents: _Contents, item: ReadItem, target: torch.Tensor) -> torch.Tensor:
+    """The target itself or, where it is of another type, memory to read into before it is cast, as PyTorch does it."""
+    leaf = contents.request(item, None).leaf
+    if tuple(target.shape) != tuple(item.lengths):
+        raise StateMismatchError(
+            f"the plan wants {list(item.lengths)} of it and the planner gave a tensor of {list(target.shape)}",
+            leaf=leaf.name,
+        )
+    dtype = torch_dtype(leaf.dtype)
+    return target if target.dtype == dtype else torch.empty(target.shape, dtype=dtype)
+
+
+def _refuse_damage(problems: Sequence[Problem], checkpoint: Checkpoint) -> None:
+    if problems:
+        first = problems[0]
+        raise CorruptCheckpointError(
+            first.what,
+            run=checkpoint.storage.url,
+            step=checkpoint.step,
+            file=first.file,
+            leaf=first.leaf,
+            byte_range=first.byte_range,
+            problems=[str(problem) for problem in problems[1:]],
+            advice="load another checkpoint",
+        )
+
+
+def _saved(value: Any) -> io.BytesIO:
+    """What the planner will unpickle: bytes of our own making, of a value that the codec decoded."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return buffer

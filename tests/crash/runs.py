@@ -1,0 +1,118 @@
+"""A run of two saves over simulated ranks, and what must hold on every disk that a crash can leave behind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from holdfast.catalog import Catalog
+from holdfast.components import PerRank
+from holdfast.loading import LoadRequest, load
+from holdfast.ranks import Alone, Ranks
+from holdfast.records.selector import Selector
+from holdfast.records.strategy import LoadStrategy
+from holdfast.saving import SaveRequest, save
+from holdfast.stages.verify import verify
+from holdfast.storage.base import Storage
+from holdfast.testing import SimulatedCrash
+from holdfast.testing.simulation import simulate_ranks
+
+STEPS = (1, 2)
+
+
+class Part:
+    """A component whose state says which step and rank it is of, in a tensor and in a value."""
+
+    def __init__(self, mark: int = -1) -> None:
+        self.mark = mark
+        self.tensor = torch.full((700,), float(mark))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tensor": self.tensor, "mark": self.mark}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.tensor, self.mark = state["tensor"], state["mark"]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Part) and self.mark == other.mark and torch.equal(self.tensor, other.tensor)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def components(step: int, rank: int) -> dict[str, Any]:
+    return {"all": Part(step), "mine": PerRank(Part(100 * step + rank))}
+
+
+@dataclass
+class Witness:
+    """What the training was told before the crash."""
+
+    committed: list[int] = field(default_factory=list)
+    ended: list[Any] = field(default_factory=list)
+
+    @property
+    def crashed(self) -> bool:
+        return any(isinstance(end, SimulatedCrash) for end in self.ended)
+
+
+def run(storage: Storage, n: int) -> Witness:
+    """Save step 1 and step 2 on `n` ranks. A save counts as committed when it returned on any rank."""
+    witness = Witness()
+
+    def rank(ranks: Ranks) -> None:
+        catalog, parent = Catalog(storage), None
+        for step in STEPS:
+            saved = save(SaveRequest(step, components(step, ranks.rank), parent=parent), catalog, ranks)
+            parent = saved.digest
+            if step not in witness.committed:
+                witness.committed.append(step)
+
+    witness.ended = simulate_ranks(n, rank)
+    return witness
+
+
+def violations(storage: Storage, n: int, witness: Witness) -> list[str]:
+    """What is wrong with a disk after a crash, of G1, G2 and G6. Goes on with the run, as a restart would."""
+    catalog = Catalog(storage)
+    scan = catalog.scan()
+    wrong = [f"G1: {skipped}" for skipped in scan.damaged]
+    found = {checkpoint.step for checkpoint in scan.checkpoints}
+    wrong += [f"G1: step {step} was committed and is gone" for step in witness.committed if step not in found]
+    for checkpoint in scan.checkpoints:
+        report = verify(checkpoint)
+        wrong += [f"G1: step {checkpoint.step}: {problem}" for problem in report.problems]
+    if wrong:
+        return wrong
+    parent = None
+    if scan.checkpoints:
+        latest = scan.checkpoints[0]
+        wrong += [text for rank in range(n) for text in restored_wrongly(catalog, latest.folder, latest.step, rank, n)]
+        parent = latest.digest
+    try:
+        saved = save(SaveRequest(3, components(3, 0), parent=parent), Catalog(storage), Alone())
+    except Exception as error:
+        return [*wrong, f"G6: the next save fails: {error}"]
+    return wrong + restored_wrongly(Catalog(storage), saved.folder, 3, 0, 1)
+
+
+def restored_wrongly(catalog: Catalog, folder: str, step: int, rank: int, n: int) -> list[str]:
+    live = components(-1, rank)
+    request = LoadRequest(Selector("folder", name=folder), live, LoadStrategy())
+    try:
+        load(request, catalog, _Place(rank, n))
+    except Exception as error:
+        return [f"G1: step {step} cannot be restored: {error}"]
+    expected = components(step, rank)
+    if live["all"] != expected["all"] or live["mine"].component != expected["mine"].component:
+        return [f"G2: step {step}, rank {rank} is not what was saved"]
+    return []
+
+
+class _Place(Alone):
+    """One rank of several, alone: what it decides needs nobody."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size  # type: ignore[misc]

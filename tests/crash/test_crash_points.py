@@ -1,0 +1,135 @@
+"""Every crash point: the machine dies, or loses its power, at each operation of two saves; then the run is restarted."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.storage.base import Storage
+from holdfast.storage.local import LocalStorage
+from holdfast.testing import CrashingStorage, MemoryStorage, PowerLossStorage
+from holdfast.testing.simulation import simulate_ranks
+from tests.crash.runs import STEPS, Witness, run, violations
+
+SEEDS = range(8)
+RANKS = (1, 2, 3)
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Iterator[Path]:
+    """Memory if there is some: the power loss is simulated, so no real disk has to be waited for."""
+    shared = Path("/dev/shm")
+    folder = shared / f"holdfast-{tmp_path.name}-{id(tmp_path)}" if shared.is_dir() else tmp_path / "scratch"
+    folder.mkdir()
+    yield folder
+    shutil.rmtree(folder)
+
+
+def power_cuts(n: int, scratch: Path, forget: Callable[[], Callable[[str], bool]]) -> Iterator[tuple[str, list[str]]]:
+    """Cut the power at every call that changes the disk, look at several disks each; what is wrong with each."""
+    whole = PowerLossStorage(scratch / "whole", ignore_fsync_of=forget())
+    assert run(whole, n).committed == list(STEPS)
+    for point in range(1, whole.calls + 2):
+        storage = PowerLossStorage(scratch / f"{point}", crash_at=point, ignore_fsync_of=forget())
+        witness = run(storage, n)
+        for seed in SEEDS:
+            disk = scratch / f"{point}-{seed}"
+            found = storage.after_power_loss(seed, disk)
+            operation = whole.log[point - 1] if point <= whole.calls else "the end"
+            yield f"{n} ranks, cut at {point} ({operation}), seed {seed}", violations(found, n, witness)
+            shutil.rmtree(disk, ignore_errors=True)
+        shutil.rmtree(scratch / f"{point}", ignore_errors=True)
+
+
+@pytest.mark.guarantee("G1")
+@pytest.mark.guarantee("G2")
+@pytest.mark.guarantee("G6")
+@pytest.mark.parametrize("n", RANKS)
+def test_a_power_cut_at_any_call_loses_nothing_that_was_committed(n: int, scratch: Path) -> None:
+    points = 0
+    for where, wrong in power_cuts(n, scratch, lambda: lambda path: False):
+        assert wrong == [], where
+        points += 1
+    assert points > 60 * len(SEEDS)
+
+
+@pytest.mark.guarantee("G1")
+@pytest.mark.guarantee("G6")
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("n", RANKS)
+@pytest.mark.parametrize("kind", ["object store", "folder"])
+def test_a_crash_at_any_operation_loses_nothing_that_was_committed(
+    kind: str, n: int, after: bool, scratch: Path
+) -> None:
+    def storage(name: str) -> Storage:
+        return MemoryStorage() if kind == "object store" else LocalStorage(scratch / name)
+
+    whole = CrashingStorage(storage("whole"))
+    assert run(whole, n).committed == list(STEPS)
+    assert len(whole.operations) > 15
+    for point in range(1, len(whole.operations) + 1):
+        inner = storage(str(point))
+        witness = run(CrashingStorage(inner, point, after=after), n)
+        assert witness.crashed
+        assert violations(inner, n, witness) == [], f"crash at {point}: {whole.operations[point - 1]}"
+
+
+def forget_all(name: str) -> Callable[[], Callable[[str], bool]]:
+    """Forget every sync of a folder, or of files of this name in any folder."""
+    return lambda: lambda path: path == name or (name.endswith((".json", ".safetensors")) and path.endswith(f"/{name}"))
+
+
+def forget_nth(part: str, n: int) -> Callable[[], Callable[[str], bool]]:
+    """Forget the n-th sync of a path, counted from 1."""
+
+    def fresh() -> Callable[[str], bool]:
+        seen = 0
+
+        def forget(path: str) -> bool:
+            nonlocal seen
+            seen += path == part
+            return path == part and seen == n
+
+        return forget
+
+    return fresh
+
+
+NEEDED = {
+    "the tensor file's bytes": forget_all("rank-00000.safetensors"),
+    "the shared values' bytes": forget_all("shared.json"),
+    "a rank's values' bytes": forget_all("rank-00000.json"),
+    "the manifest's bytes": forget_all("manifest.json"),
+    "the run record's bytes": forget_all("run.json"),
+    "the folder before the manifest": forget_nth("step-000000002", 1),
+    "the folder after the manifest": forget_nth("step-000000002", 2),
+    "the run's folder": forget_all(""),
+    "the folder that holds the run": forget_all(".."),
+}
+
+
+@pytest.mark.guarantee("G1")
+@pytest.mark.parametrize("sync", NEEDED)
+def test_without_any_one_sync_the_power_cuts_are_noticed(sync: str, scratch: Path) -> None:
+    """The enumeration above can fail: each sync of the protocol that is forgotten breaks it."""
+    assert any(wrong for _, wrong in power_cuts(1, scratch, NEEDED[sync]))
+
+
+def test_simulated_ranks_run_in_the_same_order_every_time(scratch: Path) -> None:
+    logs = []
+    for name in ("a", "b"):
+        storage = PowerLossStorage(scratch / name)
+        run(storage, 3)
+        logs.append([line for line in storage.log if ".tmp-" not in line and "run.json" not in line])
+    assert logs[0] == logs[1]
+
+
+def test_what_a_simulated_rank_raises_is_its_outcome() -> None:
+    def fail(ranks: object) -> None:
+        raise KeyError("x")
+
+    assert all(isinstance(end, KeyError) for end in simulate_ranks(1, fail))
+    assert Witness(ended=simulate_ranks(1, fail)).crashed is False
