@@ -250,7 +250,8 @@ class Catalog:
         self.storage.put(layout.key(manifest.folder, layout.MANIFEST), data)
         # Without it a power cut can keep the manifest's bytes and lose its name, after we said that it is committed.
         self.storage.sync(manifest.folder)
-        return Checkpoint(manifest, digest, self.storage)
+        checkpoint = self._known[manifest.folder] = Checkpoint(manifest, digest, self.storage)
+        return checkpoint
 
     def _names(self) -> list[str]:
         return [entry.name for entry in self.storage.entries("")]

@@ -183,7 +183,7 @@ class GuardMismatchError(HoldfastError, ValueError):
     """A guarded value of the checkpoint differs from the one of this run. No shard was read."""
 
     def __init__(self, problem: str, *, guards: Mapping[str, Sequence[str]] | None = None, **where: Any) -> None:
-        super().__init__(problem, guards=dict(guards or {}), **where)
+        super().__init__(problem, guards={name: tuple(pair) for name, pair in (guards or {}).items()}, **where)
 
 
 class SaveFailedError(HoldfastError):
@@ -227,9 +227,8 @@ class UnsafeContentError(HoldfastError):
 
 def error_record(error: BaseException) -> dict[str, Any]:
     """An error as plain values, to send to other ranks."""
-    if isinstance(error, HoldfastError):
-        return {"type": type(error).__name__, "fields": error.fields}
-    return {"type": type(error).__name__, "fields": {"problem": str(error) or repr(error)}}
+    fields = error.fields if isinstance(error, HoldfastError) else {"problem": str(error) or repr(error)}
+    return {"type": type(error).__name__, "fields": _sendable(fields)}
 
 
 def error_from_record(record: Mapping[str, Any]) -> HoldfastError:
@@ -243,6 +242,20 @@ def error_from_record(record: Mapping[str, Any]) -> HoldfastError:
     if isinstance(foreign, type) and issubclass(foreign, OSError):
         return StorageError(**fields)
     return SaveFailedError(**fields)
+
+
+def _sendable(value: Any) -> Any:
+    """A field as something that every message can carry: an error that could not be sent would leave ranks waiting."""
+    if isinstance(value, str):
+        # A file name that is no UTF-8 has lone surrogates in it.
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, Mapping):
+        return {str(key): _sendable(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_sendable(inner) for inner in value]
+    if value is None or isinstance(value, bool | float) or (isinstance(value, int) and -(2**63) <= value < 2**63):
+        return value
+    return _sendable(str(value))
 
 
 def _rebuild(cls: type[HoldfastError], fields: dict[str, Any]) -> HoldfastError:

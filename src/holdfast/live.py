@@ -19,7 +19,7 @@ from holdfast.naming import kind_of, optimizer_names, unwrap
 from holdfast.records import layout
 from holdfast.records.codec import encode
 from holdfast.records.state import CapturedTree
-from holdfast.tensors import check_storable, same_memory_key
+from holdfast.tensors import address, check_storable, is_same_memory
 
 
 def live_tree(name: str, component: Any, components: Mapping[str, Any], scope: str | None) -> CapturedTree:
@@ -44,20 +44,21 @@ def component_state(name: str, component: Any, components: Mapping[str, Any]) ->
 
 def _collector(component: str, tensors: dict[str, torch.Tensor]) -> Callable[[str, Any], str]:
     """Note each tensor under its path inside the component; one that is the same memory as another, under the first."""
-    known: dict[tuple[object, ...], str] = {}
+    known: dict[int, str] = {}
 
     def note(full_path: str, tensor: torch.Tensor) -> str:
         check_storable(tensor, component=component, leaf=full_path)
         path = full_path[len(component) + 1 :]
         if len(full_path) + len("@stage-00000") > layout.MAX_NAME_CHARACTERS:
             raise UsageError(f"a leaf's name has {len(full_path)} characters", component=component, leaf=full_path[:80])
-        memory = same_memory_key(tensor)
-        if memory is not None:
-            first = known.setdefault(memory, path)
-            if first != path:
-                return first
-        tensors[_unused(path, tensors)] = tensor
-        return next(reversed(tensors))
+        place = address(tensor)
+        first = known.get(place) if place else None
+        if first is not None and is_same_memory(tensor, tensors[first]):
+            return first
+        path = _unused(path, tensors)
+        tensors[path] = tensor
+        known.setdefault(place, path)
+        return path
 
     return note
 

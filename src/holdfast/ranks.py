@@ -151,10 +151,11 @@ class StoreRanks:
         if failure is None:
             # Everybody spoke in this round, so everybody has read the round before it: its keys may go.
             self._sweep()
-            answers = [msgspec.msgpack.decode(word.value, type=sends) for word in words]
-            choice, cause = _say(label, lambda: choose(answers))
-        self._publish(self._choice_key(), choice)
-        self._leftover += [self._choice_key(), *(self._answer_key(rank) for rank in range(1, self.size))]
+            choice, cause = _say(
+                label, lambda: choose([msgspec.msgpack.decode(word.value, type=sends) for word in words])
+            )
+        self._leftover += self._publish(self._choice_key(), choice)
+        self._leftover += [self._answer_key(rank) for rank in range(1, self.size)]
         return choice, cause
 
     def _collect(self, label: str, own: _Word) -> tuple[list[_Word], dict[str, Any] | None]:
@@ -205,13 +206,16 @@ class StoreRanks:
     def _choice_key(self) -> str:
         return f"{self._name}/{self._round}/choice"
 
-    def _publish(self, key: str, word: _Word) -> None:
+    def _publish(self, key: str, word: _Word) -> list[str]:
+        """Say it, and give the keys that it took."""
         data = msgspec.msgpack.encode(word)
         pieces = [data[start : start + _PIECE_BYTES] for start in range(0, len(data), _PIECE_BYTES)]
-        for index, piece in enumerate(pieces[1:], start=1):
-            self._store.set(f"{key}/{index}", piece)
+        rest = {f"{key}/{index}": piece for index, piece in enumerate(pieces[1:], start=1)}
+        for piece_key, piece in rest.items():
+            self._store.set(piece_key, piece)
         # The first piece goes last: whoever sees it finds the others.
         self._store.set(key, len(pieces).to_bytes(4, "little") + pieces[0])
+        return [key, *rest]
 
     def _receive(self, key: str) -> _Word | None:
         first = self._store.get(key)

@@ -7,10 +7,12 @@ rank that fails in one of them fails it for all, and everything that was committ
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,11 +68,24 @@ class Saved:
 def save(request: SaveRequest, catalog: Catalog, ranks: Ranks) -> Saved:
     """Save on all ranks and return when the checkpoint is committed."""
     try:
-        return _SaveChain(request, catalog, ranks).run()
+        with _collector_paused():
+            return _SaveChain(request, catalog, ranks).run()
     except HoldfastError as error:
         raise error.at(step=request.step) from error
     except Exception as error:
         raise SaveFailedError(f"{type(error).__name__}: {error}", step=request.step) from error
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """A save makes many small records and no cycles, and a collection over a training's whole heap is slow."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _SaveChain:
@@ -81,6 +96,8 @@ class _SaveChain:
         self.catalog = catalog
         self.ranks = ranks
         self.trees: list[CapturedTree] = []
+        self.inventory = Inventory((), (), ())
+        self.memory: list[torch.Tensor] = []
         self.global_plan = GlobalPlan((), (), (), 0)
         self.inventories: list[Inventory] = []
         self.receipts: list[Receipt] = []
@@ -102,7 +119,8 @@ class _SaveChain:
         self.trees = capture(
             self.request.components, rank=ranks.rank, size=ranks.size, pipeline_stage=self.request.pipeline_stage
         )
-        return take_inventory(self.trees, take_frozen(self.request.components), size=ranks.size)
+        self.inventory, self.memory = take_inventory(self.trees, take_frozen(self.request.components), size=ranks.size)
+        return self.inventory
 
     def _plan(self, inventories: list[Inventory]) -> SavePlan:
         """The leader's part. Nothing is touched before the plan stands and there is room for it."""
@@ -142,7 +160,7 @@ class _SaveChain:
 
     def _write(self, decided: SavePlan, names: list[str]) -> Receipt:
         duty = decided.duties[self.ranks.rank]
-        tensors = stage(self.trees, duty, rank=self.ranks.rank)
+        tensors = stage(self.inventory, self.memory, duty, rank=self.ranks.rank)
         plain = self._plain_files(decided)
         names += [file.name for file in tensors] + [file.name for file in plain]
         return write(decided.folder, tensors, plain, self.catalog.storage)

@@ -51,12 +51,25 @@ def _why_not_storable(tensor: torch.Tensor) -> tuple[str, str] | None:
     return None
 
 
-def same_memory_key(tensor: torch.Tensor) -> tuple[object, ...] | None:
-    """Equal for two tensors that are the same memory seen in the same way, as tied parameters are."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if local.numel() == 0:
-        return None
-    return (local.data_ptr(), local.device, tensor.dtype, tensor.shape, local.shape, local.stride())
+def address(tensor: torch.Tensor) -> int:
+    """Where the tensor's memory on this rank begins; 0 when it has none."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    return int(tensor.data_ptr())
+
+
+def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same memory seen in the same way, as tied parameters are."""
+    if isinstance(one, DTensor) != isinstance(other, DTensor) or one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if isinstance(one, DTensor):
+        one, other = one.to_local(), other.to_local()
+    return (
+        one.data_ptr() == other.data_ptr()
+        and one.device == other.device
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+    )
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:

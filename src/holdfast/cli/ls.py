@@ -23,7 +23,7 @@ def ls(
 ) -> int:
     """List the checkpoints of a run, the latest first.
 
-    Below them stands what was never committed and what cannot be read. Only manifests are read: 'holdfast verify' checks
+    Below them stands what was never committed and what is damaged. Only manifests are read: 'holdfast verify' checks
     the bytes.
 
     \b

@@ -45,7 +45,9 @@ def show(
 ) -> int:
     """Show what one checkpoint holds.
 
-    Its facts, metrics, progress, config, guards, components and files, from the manifest alone. A selector is 'latest', 'best', 'best:METRIC', 'best:METRIC:max', a step, a tag or a folder's name.
+    Its facts, metrics, progress, config, guards, components and files, from the manifest alone.
+
+    A selector is 'latest', 'best', 'best:METRIC', 'best:METRIC:max', a step, a tag or a folder's name.
 
     \b
     Examples:
@@ -203,23 +205,29 @@ def _print_values(console: Console, title: str, value: Json) -> None:
 def outline(value: Json, depth: int = 0) -> Iterator[str]:
     """Nested plain values as indented lines. Long texts and lists are cut; the JSON output has all of them."""
     pad = "  " * depth
-    if isinstance(value, dict) and value:
-        for key, item in value.items():
-            yield from _entry(f"{pad}{cut(key, _VALUE_CHARACTERS)}:", item, depth)
-    elif isinstance(value, list) and any(isinstance(item, dict | list) and item for item in value):
-        for item in value:
-            yield from _entry(f"{pad}-", item, depth)
-    else:
+    if not _is_nested(value):
         yield f"{pad}{_inline(value)}"
+        return
+    for head, item in _entries(value):
+        if _is_nested(item):
+            yield f"{pad}{head}"
+            yield from outline(item, depth + 1)
+        else:
+            yield f"{pad}{head} {_inline(item)}"
 
 
-def _entry(head: str, item: Json, depth: int) -> Iterator[str]:
-    lines = list(outline(item, depth + 1))
-    if len(lines) == 1 and not (isinstance(item, dict) and item):
-        yield f"{head} {lines[0].strip(' ')}"
-    else:
-        yield head
-        yield from lines
+def _is_nested(value: Json) -> bool:
+    """Whether a value takes lines of its own: a dict, or a list that holds more than plain values."""
+    if isinstance(value, list):
+        return any(isinstance(item, dict | list) and item for item in value)
+    return isinstance(value, dict) and bool(value)
+
+
+def _entries(value: Json) -> Iterator[tuple[str, Json]]:
+    if isinstance(value, dict):
+        yield from ((f"{cut(key, _VALUE_CHARACTERS)}:", item) for key, item in value.items())
+    elif isinstance(value, list):
+        yield from (("-", item) for item in value)
 
 
 def _inline(value: Json) -> str:

@@ -64,9 +64,7 @@ def scan_run(catalog: Catalog) -> Scan:
     names = [entry.name for entry in catalog.storage.entries("")]
     if names and layout.RUN_KEY not in names:
         shown = ", ".join(names[:_SHOWN_NAMES]) + (", ..." if len(names) > _SHOWN_NAMES else "")
-        raise UsageError(
-            f"{catalog.storage.url} is no run", advice=f"it holds no checkpoint of Holdfast's, but: {shown}"
-        )
+        raise UsageError(f"{catalog.storage.url} is no run of Holdfast's", advice=f"it holds {shown}")
     if not names and not _is_folder(catalog):
         raise CheckpointNotFoundError(f"{catalog.storage.url} is not there", advice="check the path")
     return scan

@@ -66,7 +66,9 @@ def verify(
 ) -> int:
     """Check checkpoints to the byte and name every damage.
 
-    What is on the disk is compared with the manifest; a damage is named by its file, leaf and byte range. A selector is 'latest', 'best', 'best:METRIC', 'best:METRIC:max', a step, a tag or a folder's name.
+    What is on the disk is compared with the manifest; a damage is named by its file, leaf and byte range.
+
+    A selector is 'latest', 'best', 'best:METRIC', 'best:METRIC:max', a step, a tag or a folder's name.
 
     \b
     Examples:

@@ -224,7 +224,7 @@ def _refuse_cached(plan: SavePlan) -> None:
 
 
 def _without_empty_pieces(plans: list[SavePlan]) -> list[SavePlan]:
-    """A rank that got nothing of an uneven cut writes nothing; of a tensor that is empty as a whole, one piece stays."""
+    """A rank that got nothing of an uneven cut writes nothing; of a tensor that is all empty, one piece stays."""
     seen: set[str] = set()
 
     def wanted(item: WriteItem) -> bool:
@@ -672,9 +672,10 @@ class _Contents:
         """An optimizer's options by parameter, as `flatten_optimizer_state_dict` spells them."""
         groups = stored.get("param_groups") if tree.kind == "optimizer" and isinstance(stored, dict) else None
         for index, group in enumerate(groups if isinstance(groups, list) else ()):
-            names = group.get("params") if isinstance(group, dict) else None
+            options = group if isinstance(group, dict) else {}
+            names = options.get("params")
             for name in names if isinstance(names, list) else ():
-                for option in group:
+                for option in options:
                     key = f"{tree.name}.param_groups.{index}.{option}"
                     if key in self.entries:
                         self.aliases[f"{tree.name}.param_groups.{name}.{option}"] = key

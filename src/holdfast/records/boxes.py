@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import combinations
 from typing import NamedTuple
 
 Shape = tuple[int, ...]
+
+MAX_DIMENSIONS = 64
+"""More than torch can work with; sizes that come from a file are counted before they are multiplied."""
 
 
 class Box(NamedTuple):
@@ -86,15 +90,31 @@ def cover_exactly(boxes: Sequence[Box], shape: Shape) -> str | None:
 
 
 def _overlapping(boxes: Sequence[Box]) -> Box | None:
-    """The first overlap of two boxes, by a sweep along the first dimension so that many shards stay cheap."""
-    ordered = sorted((box for box in boxes if box.volume), key=lambda box: box.offsets)
-    active: list[Box] = []
-    for box in ordered:
-        if box.offsets:
-            active = [other for other in active if other.offsets[0] + other.sizes[0] > box.offsets[0]]
-        for other in active:
-            shared = box.overlap(other)
+    """The first overlap of two boxes. They are cut apart before they are compared, so that many shards stay cheap."""
+    groups = [[box for box in boxes if box.volume]]
+    while groups:
+        group = groups.pop()
+        parts = _cut(group) if len(group) > 1 else []
+        if len(parts) > 1:
+            groups += parts
+            continue
+        for one, other in combinations(group, 2):
+            shared = one.overlap(other)
             if shared is not None:
                 return shared
-        active.append(box)
     return None
+
+
+def _cut(boxes: list[Box]) -> list[list[Box]]:
+    """The boxes in parts between which lie planes that no box crosses; one part where there is no such plane."""
+    for dimension in range(len(boxes[0].offsets)):
+        parts: list[list[Box]] = []
+        end = -1
+        for box in sorted(boxes, key=lambda box: box.offsets[dimension]):
+            if not parts or box.offsets[dimension] >= end:
+                parts.append([])
+            parts[-1].append(box)
+            end = max(end, box.offsets[dimension] + box.sizes[dimension])
+        if len(parts) > 1:
+            return parts
+    return [boxes]

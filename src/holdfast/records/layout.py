@@ -54,7 +54,9 @@ def check_step(step: object) -> int:
     if isinstance(step, bool) or not isinstance(step, int):
         raise UsageError(f"a step is an int, not {type(step).__name__} ({step!r})", advice="pass int(step)")
     if not 0 <= step <= MAX_STEP:
-        raise UsageError(f"a step lies between 0 and 2**63 - 1, not {step}")
+        # Python refuses to write a number of thousands of digits.
+        shown = step if step.bit_length() <= 128 else f"a number of {step.bit_length()} bits"
+        raise UsageError(f"a step lies between 0 and 2**63 - 1, and is not {shown}")
     return step
 
 
@@ -108,6 +110,8 @@ def safe_relative(name: str) -> str:
         or _UNSAFE.search(name) is not None
         or any(part in ("", ".", "..") or len(part.encode("utf-8", "replace")) > _MAX_PART_BYTES for part in parts)
         or any(0xD800 <= ord(character) <= 0xDFFF for character in name)
+        # Storages keep this prefix for files on their way: no key can have it.
+        or any(part.startswith(".tmp-") for part in parts)
     )
     if bad:
         raise UnsafeContentError(

@@ -6,8 +6,10 @@ from a disk are not trusted: sizes, counts and places are checked here, once, so
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
+from datetime import datetime
 from typing import Annotated, Any
 
 import msgspec
@@ -15,18 +17,19 @@ from blake3 import blake3
 
 from holdfast.errors import CorruptCheckpointError, HoldfastError, UnsafeContentError, UnsupportedFormatError
 from holdfast.records import layout
-from holdfast.records.boxes import Box, cover_exactly
+from holdfast.records.boxes import MAX_DIMENSIONS, Box, cover_exactly
 from holdfast.records.dtypes import element_type
 
 FORMAT = 1
 BLOCK_BYTES = 1 << 20
 MAX_MANIFEST_BYTES = 1 << 30
-MAX_DIMENSIONS = 64
 _MIN_BLOCK_BYTES = 1 << 12
 _MAX_BLOCK_BYTES = 1 << 30
+_MAX_TENSOR_BYTES = 2**63 - 1
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+Sizes = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
 class ChunkRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,8 +37,8 @@ class ChunkRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     file: str
     start: Count
-    offsets: tuple[Count, ...]
-    sizes: tuple[Count, ...]
+    offsets: Sizes
+    sizes: Sizes
     digests: tuple[Digest, ...]
 
     @property
@@ -48,7 +51,7 @@ class TensorRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     dtype: str
-    shape: tuple[Count, ...]
+    shape: Sizes
     chunks: tuple[ChunkRecord, ...]
     sharded: bool = False
 
@@ -177,7 +180,8 @@ def decode_manifest(data: bytes) -> tuple[Manifest, str]:
 def _check(manifest: Manifest) -> None:
     """Everything that a reader relies on. A manifest with a right digest can still have been made by somebody."""
     if layout.parse_folder(manifest.folder) is None:
-        raise CorruptCheckpointError(f"{manifest.folder!r} is no checkpoint's name")
+        raise CorruptCheckpointError(f"{manifest.folder[:200]!r} is no checkpoint's name")
+    _check_created(manifest.created)
     if not _MIN_BLOCK_BYTES <= manifest.block_bytes <= _MAX_BLOCK_BYTES:
         raise CorruptCheckpointError(f"blocks of {manifest.block_bytes} bytes are outside of the limits")
     files = {file.name: file for file in manifest.files}
@@ -191,35 +195,48 @@ def _check(manifest: Manifest) -> None:
     _check_tensors(manifest, files)
 
 
+def _check_created(created: str) -> None:
+    try:
+        datetime.fromisoformat(created)
+    except ValueError:
+        raise CorruptCheckpointError(f"{created[:200]!r} is no date and time") from None
+
+
 def _check_trees(trees: Iterable[TreeRecord], files: Mapping[str, FileRecord]) -> None:
     seen = set()
     for tree in trees:
         try:
             layout.check_component_name(tree.component)
         except HoldfastError as error:
-            raise CorruptCheckpointError(error.problem) from None
+            raise CorruptCheckpointError(error.problem[:400]) from None
         if re.fullmatch(r"(?:(?:rank|stage)-[0-9]{5,9})?", tree.scope, re.ASCII) is None:
-            raise CorruptCheckpointError(f"{tree.scope!r} is no scope", component=tree.component)
+            raise CorruptCheckpointError(f"{tree.scope[:200]!r} is no scope", component=tree.component)
         if tree.name in seen:
             raise CorruptCheckpointError(f"the values of '{tree.name}' are listed twice")
-        if tree.file not in files:
-            raise CorruptCheckpointError(f"the values of '{tree.name}' lie in {tree.file!r}, which is not listed")
+        file = files.get(tree.file)
+        if file is None or file.header_bytes:
+            raise CorruptCheckpointError(
+                f"the values of '{tree.name}' lie in {tree.file[:200]!r}, which is not listed as a file of values"
+            )
         seen.add(tree.name)
 
 
 def _check_tensors(manifest: Manifest, files: Mapping[str, FileRecord]) -> None:
     seen = set()
-    used: dict[str, list[tuple[int, int, str]]] = {}
+    used: dict[str, list[tuple[int, int, str]]] = {file.name: [] for file in manifest.files if file.header_bytes}
     for tensor in manifest.tensors:
         if tensor.name in seen:
             raise CorruptCheckpointError("a tensor is listed twice", leaf=tensor.name)
         seen.add(tensor.name)
-        if len(tensor.shape) > MAX_DIMENSIONS or len(tensor.name) > layout.MAX_NAME_CHARACTERS:
-            raise CorruptCheckpointError("the name or the number of dimensions is over the limit", leaf=tensor.name)
+        if len(tensor.name) > layout.MAX_NAME_CHARACTERS:
+            raise CorruptCheckpointError("a name is over the limit", leaf=tensor.name[:200])
         item_bytes = tensor.item_bytes
+        # An empty tensor can state any sizes beside its zero, and torch counts its strides in 64 bits.
+        if math.prod(max(size, 1) for size in tensor.shape) * item_bytes > _MAX_TENSOR_BYTES:
+            raise CorruptCheckpointError(f"no tensor has the shape {list(tensor.shape)}", leaf=tensor.name)
         for chunk in tensor.chunks:
             size = _check_chunk(tensor, chunk, item_bytes, manifest.block_bytes, files)
-            used.setdefault(chunk.file, []).append((chunk.start, chunk.start + size, tensor.name))
+            used[chunk.file].append((chunk.start, chunk.start + size, tensor.name))
         wrong = cover_exactly([chunk.box for chunk in tensor.chunks], tensor.shape)
         if wrong is not None:
             raise CorruptCheckpointError(wrong, leaf=tensor.name)
@@ -232,8 +249,9 @@ def _check_chunk(
 ) -> int:
     size = chunk.box.volume * item_bytes
     file = files.get(chunk.file)
-    if file is None:
-        raise CorruptCheckpointError(f"a chunk lies in {chunk.file!r}, which is not listed", leaf=tensor.name)
+    if file is None or not file.header_bytes:
+        problem = f"a chunk lies in {chunk.file[:200]!r}, which is not listed as a tensor file"
+        raise CorruptCheckpointError(problem, leaf=tensor.name)
     if chunk.start < file.header_bytes or chunk.start + size > file.size_bytes:
         raise CorruptCheckpointError(f"a chunk lies outside of {chunk.file}", leaf=tensor.name)
     if len(chunk.digests) != -(-size // block_bytes):

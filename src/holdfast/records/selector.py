@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from holdfast.errors import UsageError
-from holdfast.records.layout import MAX_STEP, parse_folder
+from holdfast.records.layout import MAX_STEP, check_step, parse_folder
 
 Kind = Literal["latest", "best", "step", "tag", "folder"]
 
@@ -43,7 +43,9 @@ def parse_selector(text: str | int) -> Selector:
     """Read a selector, or raise a UsageError that shows what one looks like."""
     if isinstance(text, bool) or not isinstance(text, str | int):
         raise _unreadable(text)
-    spelled = str(text)
+    if isinstance(text, int):
+        return Selector("step", step=check_step(text))
+    spelled = text
     if spelled == "latest":
         return Selector("latest")
     if spelled == "best" or spelled.startswith("best:"):

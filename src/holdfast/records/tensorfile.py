@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Annotated
 
 import msgspec
 
 from holdfast.errors import CorruptCheckpointError
-from holdfast.records.boxes import Box
-from holdfast.records.dtypes import STORED_CODES, element_type
+from holdfast.records.boxes import MAX_DIMENSIONS, Box
+from holdfast.records.dtypes import STORED_CODES, ElementType, element_type
 
 ALIGNMENT = 4096
 MAX_HEADER_BYTES = 100_000_000
@@ -28,10 +29,13 @@ class FramedChunk:
     leaf: str
     dtype: str
     box: Box
+    kind: ElementType = field(init=False)
+    size_bytes: int = field(init=False)
 
-    @property
-    def size_bytes(self) -> int:
-        return self.box.volume * element_type(self.dtype).item_bytes
+    def __post_init__(self) -> None:
+        kind = element_type(self.dtype)
+        object.__setattr__(self, "kind", kind)
+        object.__setattr__(self, "size_bytes", self.box.volume * kind.item_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +51,12 @@ class Frame:
 def frame(chunks: Sequence[FramedChunk]) -> Frame:
     """Lay chunks out as one safetensors file, without holes."""
     # Larger elements first: each chunk then starts at a multiple of its element's size, which mapping readers need.
-    ordered = tuple(sorted(chunks, key=lambda chunk: -element_type(chunk.dtype).alignment))
+    ordered = tuple(sorted(chunks, key=lambda chunk: -chunk.kind.alignment))
     entries: dict[str, object] = {"__metadata__": _notes(ordered)}
     position = 0
     relative = []
     for chunk in ordered:
-        kind = element_type(chunk.dtype)
+        kind = chunk.kind
         end = position + chunk.size_bytes
         entries[chunk.leaf] = {
             "dtype": kind.code,
@@ -67,9 +71,7 @@ def frame(chunks: Sequence[FramedChunk]) -> Frame:
 
 def _notes(chunks: Sequence[FramedChunk]) -> dict[str, str]:
     """The note that lets PyTorch's own reader put shards together. It wants every key of the file in it."""
-    offsets = {
-        chunk.leaf: {"saved_offsets": element_type(chunk.dtype).stored_offsets(chunk.box.offsets)} for chunk in chunks
-    }
+    offsets = {chunk.leaf: {"saved_offsets": chunk.kind.stored_offsets(chunk.box.offsets)} for chunk in chunks}
     return {
         "format": "pt",
         "holdfast_format": "1",
@@ -95,7 +97,10 @@ class HeaderEntry:
 
 class _RawEntry(msgspec.Struct, frozen=True):
     dtype: str
-    shape: tuple[int, ...]
+    # Limited before anything is multiplied: the product of a megabyte of sizes takes longer than anybody waits.
+    shape: Annotated[
+        tuple[Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)], ...], msgspec.Meta(max_length=MAX_DIMENSIONS + 1)
+    ]
     data_offsets: tuple[int, int]
 
 
@@ -125,7 +130,7 @@ def _checked(name: str, entry: _RawEntry, base: int, file_bytes: int) -> HeaderE
     start, end = entry.data_offsets
     if item_bytes is None:
         raise CorruptCheckpointError(f"the header names an unknown type {entry.dtype!r}", leaf=name)
-    if any(size < 0 for size in entry.shape) or math.prod(entry.shape) * item_bytes != end - start:
+    if math.prod(entry.shape) * item_bytes != end - start:
         raise CorruptCheckpointError(f"the header's shape {list(entry.shape)} does not fit its bytes", leaf=name)
     if not 0 <= start <= end <= file_bytes - base:
         raise CorruptCheckpointError(f"the header places bytes {start}-{end} outside of the file", leaf=name)

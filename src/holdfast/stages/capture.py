@@ -32,19 +32,23 @@ def capture(components: Mapping[str, Any], *, rank: int, size: int, pipeline_sta
     ]
 
 
-def take_inventory(trees: list[CapturedTree], frozen: tuple[FrozenEntry, ...], *, size: int) -> Inventory:
-    """What the leader must know of a capture in order to plan."""
+def take_inventory(
+    trees: list[CapturedTree], frozen: tuple[FrozenEntry, ...], *, size: int
+) -> tuple[Inventory, list[torch.Tensor]]:
+    """What the leader must know of a capture in order to plan, and the memory behind each of its parts, in order."""
     entries = tuple(_tree_entry(tree, size) for tree in trees)
     parts: list[PartEntry] = []
+    memory: list[torch.Tensor] = []
     meshes = set()
     for index, tree in enumerate(trees):
         for path, tensor in tree.tensors.items():
-            box, _ = held_piece(tensor, leaf=layout.leaf_name(tree.component, path))
-            parts.append(PartEntry(index, path, dtype_name(tensor), tuple(tensor.shape), box, is_sharded(tensor)))
+            box, local = held_piece(tensor, leaf=layout.leaf_name(tree.component, path))
             mesh = mesh_of(tensor)
             if mesh is not None:
                 meshes.add(mesh)
-    return Inventory(entries, tuple(parts), tuple(sorted(meshes)), frozen)
+            parts.append(PartEntry(index, path, dtype_name(tensor), tuple(tensor.shape), box, mesh is not None))
+            memory.append(local)
+    return Inventory(entries, tuple(parts), tuple(sorted(meshes)), frozen), memory
 
 
 def take_frozen(components: Mapping[str, Any]) -> tuple[FrozenEntry, ...]:

@@ -184,7 +184,7 @@ def _assign_parts(
     for holding in holdings.values():
         item_bytes = element_type(holding.plan.dtype).item_bytes
         for box, holders in holding.boxes.items():
-            rank, index = min(holders, key=lambda holder: load[holder[0]])
+            rank, index = holders[0] if len(holders) == 1 else min(holders, key=lambda holder: load[holder[0]])
             parts[rank].append(index)
             load[rank] += box.volume * item_bytes
     for indices in parts:
@@ -200,9 +200,11 @@ def _collect_holdings(inventories: Sequence[Inventory], scopes: Sequence[tuple[s
         ]
         for index, part in enumerate(inventory.parts):
             name = layout.leaf_name(names[part.tree], part.path)
-            leaf = LeafPlan(name, part.dtype, part.shape, part.sharded)
-            holding = holdings.setdefault(name, _Holding(leaf, (rank, part), {}))
-            if holding.plan != leaf:
+            holding = holdings.get(name)
+            if holding is None:
+                leaf = LeafPlan(name, part.dtype, part.shape, part.sharded)
+                holding = holdings[name] = _Holding(leaf, (rank, part), {})
+            elif not _agree(holding.plan, part):
                 raise _disagreement(name, holding, rank, part)
             # A rank that got nothing of an uneven cut writes nothing, but an empty tensor is a tensor.
             if part.box.volume or 0 in part.shape:
@@ -210,6 +212,8 @@ def _collect_holdings(inventories: Sequence[Inventory], scopes: Sequence[tuple[s
     for name, holding in holdings.items():
         if 0 in holding.plan.shape:
             _keep_one_empty(holding)
+        if len(holding.boxes) == 1 and next(iter(holding.boxes)).sizes == holding.plan.shape:
+            continue
         wrong = cover_exactly(list(holding.boxes), holding.plan.shape)
         if wrong is not None:
             raise UsageError(
@@ -218,6 +222,10 @@ def _collect_holdings(inventories: Sequence[Inventory], scopes: Sequence[tuple[s
                 advice="save with every rank of its mesh; a sharded tensor cannot be part of a PerRank component",
             )
     return holdings
+
+
+def _agree(leaf: LeafPlan, part: PartEntry) -> bool:
+    return leaf.dtype == part.dtype and leaf.shape == part.shape and leaf.sharded == part.sharded
 
 
 def _keep_one_empty(holding: _Holding) -> None:

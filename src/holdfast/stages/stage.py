@@ -11,37 +11,33 @@ from typing import Any
 import msgspec
 
 from holdfast.records import layout
-from holdfast.records.boxes import Box
+from holdfast.records.boxes import whole
 from holdfast.records.codec import Json
 from holdfast.records.files import PlainFile, TensorFile
 from holdfast.records.manifest import BLOCK_BYTES
-from holdfast.records.state import CapturedTree, Duty
+from holdfast.records.state import Duty, Inventory
 from holdfast.records.tensorfile import FramedChunk, frame
-from holdfast.tensors import dtype_name, held_piece, host_pieces
+from holdfast.tensors import host_pieces
 
 MAX_FILE_BYTES = 4 << 30
 _PIECE_BYTES = 32 * BLOCK_BYTES
 
 
-def stage(trees: Sequence[CapturedTree], duty: Duty, *, rank: int) -> list[TensorFile]:
-    """The tensor files that this rank writes."""
-    held = [(index, path, tensor) for index, tree in enumerate(trees) for path, tensor in tree.tensors.items()]
-    names = [layout.tree_name(tree.component, scope) for tree, scope in zip(trees, duty.scopes, strict=True)]
+def stage(inventory: Inventory, memory: Sequence[Any], duty: Duty, *, rank: int) -> list[TensorFile]:
+    """The tensor files that this rank writes, from the memory behind the parts of its inventory."""
+    names = [layout.tree_name(tree.component, scope) for tree, scope in zip(inventory.trees, duty.scopes, strict=True)]
     chunks: list[FramedChunk] = []
-    memory: dict[str, Any] = {}
-    for part in duty.parts:
-        index, path, tensor = held[part]
-        leaf = layout.leaf_name(names[index], path)
-        box, local = held_piece(tensor, leaf=leaf)
-        if 0 in tensor.shape:
-            box = Box((0,) * tensor.dim(), tuple(tensor.shape))
-        chunks.append(FramedChunk(leaf, dtype_name(tensor), box))
-        memory[leaf] = local
+    sources: dict[str, Any] = {}
+    for index in duty.parts:
+        part = inventory.parts[index]
+        leaf = layout.leaf_name(names[part.tree], part.path)
+        box = whole(part.shape) if 0 in part.shape else part.box
+        chunks.append(FramedChunk(leaf, part.dtype, box))
+        sources[leaf] = partial(host_pieces, memory[index], _PIECE_BYTES)
     files = []
     for number, group in enumerate(split(chunks)):
         framed = frame(group)
-        sources = [partial(host_pieces, memory[chunk.leaf], _PIECE_BYTES) for chunk in framed.chunks]
-        files.append(TensorFile(layout.tensor_file(rank, number), framed, sources))
+        files.append(TensorFile(layout.tensor_file(rank, number), framed, [sources[one.leaf] for one in framed.chunks]))
     return files
 
 

@@ -126,6 +126,10 @@ def _check_header(
     digests = (digest for _, chunk in ordered for digest in chunk.digests)
     if tensor_file_digest(bytes(header), digests) != file.digest:
         return [Problem(file.name, "the header does not have its digest", None, (0, file.header_bytes))], len(header)
+    strange = entries.keys() - {tensor.name for tensor, _ in leaves}
+    if strange:
+        what = "the header names a tensor that the manifest does not place in this file"
+        return [Problem(file.name, what, min(strange), (0, len(header)))], len(header)
     for tensor, chunk in leaves:
         entry = entries.get(tensor.name)
         kind = element_type(tensor.dtype)

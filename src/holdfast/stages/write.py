@@ -13,7 +13,9 @@ from holdfast.records import layout
 from holdfast.records.files import Pieces, PlainFile, TensorFile
 from holdfast.records.manifest import BLOCK_BYTES, ChunkRecord, FileRecord, digest_of, tensor_file_digest
 from holdfast.records.state import Receipt
-from holdfast.storage.base import Sink, Storage
+from holdfast.storage.base import Bytes, Sink, Storage
+
+_SMALL_BYTES = 64 << 10
 
 
 def write(folder: str, tensors: Iterable[TensorFile], plain: Iterable[PlainFile], storage: Storage) -> Receipt:
@@ -38,13 +40,15 @@ def _write_tensor_file(
     frame = file.frame
     chunks: list[tuple[str, ChunkRecord]] = []
     with storage.create(layout.key(folder, file.name), frame.size_bytes) as sink:
-        sink.write(frame.header)
+        tray = _Tray(sink)
+        tray.write(frame.header)
         for chunk, start, source in zip(frame.chunks, frame.starts, file.sources, strict=True):
-            digests = _write_chunk(sink, source)
+            digests = _write_chunk(tray, source)
             record = ChunkRecord(
                 file=file.name, start=start, offsets=chunk.box.offsets, sizes=chunk.box.sizes, digests=digests
             )
             chunks.append((chunk.leaf, record))
+        tray.flush()
     every_digest = (digest for _, chunk in chunks for digest in chunk.digests)
     digest = tensor_file_digest(frame.header, every_digest)
     return FileRecord(
@@ -52,14 +56,44 @@ def _write_tensor_file(
     ), chunks
 
 
-def _write_chunk(sink: Sink, source: Pieces) -> tuple[str, ...]:
+def _write_chunk(tray: _Tray, source: Pieces) -> tuple[str, ...]:
     digests: list[str] = []
     for piece in source():
+        if len(piece) <= BLOCK_BYTES:
+            digests.append(digest_of(piece))
+            tray.write(piece)
+            continue
         for start in range(0, len(piece), BLOCK_BYTES):
             block = piece[start : start + BLOCK_BYTES]
             digests.append(digest_of(block))
-            sink.write(block)
+            tray.write(block)
     return tuple(digests)
+
+
+class _Tray:
+    """Carries small pieces to a sink together: a call of the sink costs more than the copy of a few kilobytes."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._memory = bytearray(BLOCK_BYTES)
+        self._view = memoryview(self._memory)
+        self._used = 0
+
+    def write(self, piece: Bytes) -> None:
+        size = len(piece)
+        if self._used + size > BLOCK_BYTES:
+            self.flush()
+        if size > _SMALL_BYTES:
+            self.flush()
+            self._sink.write(piece)
+            return
+        self._view[self._used : self._used + size] = piece
+        self._used += size
+
+    def flush(self) -> None:
+        if self._used:
+            self._sink.write(self._view[: self._used])
+            self._used = 0
 
 
 def _write_plain_file(folder: str, file: PlainFile, storage: Storage) -> FileRecord:

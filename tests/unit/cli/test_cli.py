@@ -1,4 +1,4 @@
-"""The command line on real runs: what it prints, what it exits with, and what a hostile checkpoint cannot make it do."""
+"""The command line on real runs: what it prints, its exit codes, and what a hostile checkpoint cannot make it do."""
 
 from __future__ import annotations
 
@@ -29,10 +29,8 @@ from holdfast.cli.verify import meter
 from holdfast.records.manifest import Manifest, decode_manifest, encode_manifest
 
 # Clears the screen, sets the title, rings, recolours (also with a C1 byte), goes back, forges a line, turns the text.
-HOSTILE = "\x1b[2J\x1b]0;pwned\x07[red]x[/red]\r\nsound: 9 checkpoints\x9b31m‮evil"
+HOSTILE = "\x1b[2J\x1b]0;pwned\x07[red]x[/red]\r\nsound: 9 checkpoints\x9b31m\u202eevil"
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "FORCE_COLOR")}
-
-Run = Callable[..., Any]
 
 
 @pytest.fixture(scope="session")
@@ -79,10 +77,10 @@ def process(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, text=True, timeout=60, **{"capture_output": True, "env": ENVIRONMENT, **options})
 
 
-def rewrite(folder: Path, **changes: Any) -> None:
+def rewrite(place: Path, **changes: Any) -> None:
     """Give a checkpoint another manifest, with a right digest: what somebody who wants harm would do."""
-    manifest, _ = decode_manifest((folder / "manifest.json").read_bytes())
-    (folder / "manifest.json").write_bytes(encode_manifest(msgspec.structs.replace(manifest, **changes))[0])
+    manifest, _ = decode_manifest((place / "manifest.json").read_bytes())
+    (place / "manifest.json").write_bytes(encode_manifest(msgspec.structs.replace(manifest, **changes))[0])
 
 
 def manifest_of(folder: Path) -> Manifest:
@@ -104,9 +102,9 @@ def test_ls_lists_the_latest_first_and_marks_it(run: Path) -> None:
     rows = result.stdout.splitlines()
     assert re.findall(r"\S+", rows[0]) == ["step", "sequence", "created", "size", "ranks", "metrics", "tags"]
     assert re.match(
-        r"\* +30 +3 +20\d\d-\d\d-\d\d \d\d:\d\d:\d\d \S+ +[0-9.]+ KiB +1 +val_loss 0.0333333, val/acc 30", rows[1]
+        r"\* +30 +3 +20\d\d-\d\d-\d\d \d\d:\d\d:\d\d \S+ +[0-9.]+ KiB +1 +val/acc 30, val_loss 0.0333333", rows[1]
     )
-    assert re.match(r"  +20 +2 .*val_loss 0.05, val/acc 20 +good", rows[2])
+    assert re.match(r"  +20 +2 .*val/acc 20, val_loss 0.05 +good", rows[2])
     assert re.match(r"  +10 +1 ", rows[3])
     assert "1 attempt never committed:" in result.stdout
     assert "step-000000040" in result.stdout
@@ -542,7 +540,7 @@ def test_a_hostile_manifest_cannot_forge_a_line_of_an_error(run: Path) -> None:
 
 def test_text_is_made_visible_and_else_left_alone() -> None:
     assert visible("model.größe [x] 模型 :smile:") == "model.größe [x] 模型 :smile:"
-    assert visible("a\x1b[0m\tb\n\x7f\x9b‮\udc80") == r"a\x1b[0m\tb\n\x7f\x9b\u202e\udc80"
+    assert visible("a\x1b[0m\tb\n\x7f\x9b\u202e\udc80") == r"a\x1b[0m\tb\n\x7f\x9b\u202e\udc80"
 
 
 def test_names_that_the_terminal_cannot_encode_are_escaped(run: Path) -> None:
@@ -590,7 +588,8 @@ def odd_storages(tmp_path: Path) -> dict[str, str]:
         "    def entries(self, folder):\n"
         "        return 1 // 0\n"
     )
-    return {**ENVIRONMENT, "PYTHONPATH": str(tmp_path / "site")}
+    paths = [str(tmp_path / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 @pytest.mark.parametrize("command", ["ls", "show", "verify"])
