@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast._version import __version__
 
 if TYPE_CHECKING:
-    from holdfast.blocks import build_train_state, is_restart, peek, resolve, restore_train_state, verify
+    from holdfast.blocks import build_train_state, checkpoints, is_restart, peek, resolve, restore_train_state, verify
     from holdfast.catalog import Checkpoint
     from holdfast.components import PerRank, RNGState, Shared, Trainable, get_rng_state, set_rng_state
     from holdfast.errors import (
@@ -50,6 +50,7 @@ _HOME = {
     "set_rng_state": "components",
     "build_train_state": "blocks",
     "restore_train_state": "blocks",
+    "checkpoints": "blocks",
     "is_restart": "blocks",
     "peek": "blocks",
     "resolve": "blocks",

@@ -31,6 +31,12 @@ def is_restart(run: Location) -> bool:
     return bool(catalog.scan().checkpoints)
 
 
+def checkpoints(run: Location) -> list[Checkpoint]:
+    """The run's committed checkpoints, the latest first. Loads nothing."""
+    catalog, _ = resolving.locate(run)
+    return list(catalog.scan().checkpoints)
+
+
 def verify(
     run: Location,
     selector: str | int = "latest",

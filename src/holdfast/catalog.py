@@ -27,7 +27,14 @@ from holdfast.errors import (
 )
 from holdfast.records import layout
 from holdfast.records.codec import decode
-from holdfast.records.manifest import FORMAT, MAX_MANIFEST_BYTES, Manifest, decode_manifest, encode_manifest
+from holdfast.records.manifest import (
+    FORMAT,
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    check_manifest,
+    decode_manifest,
+    encode_manifest,
+)
 from holdfast.records.selector import Selector
 from holdfast.storage.base import Storage
 
@@ -115,10 +122,11 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A folder that is no checkpoint that can be used, and why."""
+    """A folder that is no checkpoint that can be used, and why. `newer`: not damaged, but of a newer format."""
 
     folder: str
     reason: str
+    newer: bool = False
 
     def __str__(self) -> str:
         return f"{self.folder}: {self.reason}"
@@ -160,8 +168,9 @@ class Catalog:
                 checkpoints.append(self._known.get(entry.name) or self.read(entry.name))
             except KeyMissingError:
                 attempts.append(entry.name)
-            except (CorruptCheckpointError, UnsupportedFormatError) as error:
-                damaged.append(Skipped(entry.name, str(error)))
+            except HoldfastError as error:
+                # One folder that cannot be read must not hide the others, whatever is wrong with it.
+                damaged.append(Skipped(entry.name, str(error), isinstance(error, UnsupportedFormatError)))
         self._known = {checkpoint.folder: checkpoint for checkpoint in checkpoints}
         checkpoints.sort(key=lambda checkpoint: (checkpoint.sequence, checkpoint.manifest.created), reverse=True)
         return Scan(tuple(checkpoints), tuple(attempts), tuple(damaged))
@@ -179,6 +188,11 @@ class Catalog:
             )
         return Checkpoint(manifest, digest, self.storage)
 
+    def read_known(self, folder: str, digest: str) -> Checkpoint:
+        """The checkpoint with this digest in a folder, without reading again what was read before."""
+        known = self._known.get(folder)
+        return known if known is not None and known.digest == digest else self.read(folder)
+
     def find(self, selector: Selector) -> Checkpoint:
         """The one checkpoint that a selector names. One that is not there is an error."""
         if selector.kind == "folder":
@@ -191,15 +205,24 @@ class Catalog:
 
     def not_found(self, selector: Selector, scan: Scan) -> HoldfastError:
         """Why a selector found nothing: damage when there was something, absence when there was not."""
-        if scan.damaged and (selector.kind != "step" or _names_step(scan.damaged, selector.step)):
+        unreadable = _unreadable(scan.damaged, selector)
+        if unreadable and all(skipped.newer for skipped in unreadable):
+            return UnsupportedFormatError(
+                f"'{selector}' finds only {unreadable[0]}",
+                run=self.storage.url,
+                advice="use a newer version of Holdfast",
+            )
+        if unreadable:
             return CorruptCheckpointError(
                 f"'{selector}' finds no sound checkpoint",
                 run=self.storage.url,
-                problems=[str(skipped) for skipped in scan.damaged],
+                problems=[str(skipped) for skipped in unreadable],
             )
         steps = ", ".join(str(checkpoint.step) for checkpoint in scan.checkpoints[:5])
         if scan.checkpoints:
             advice = f"the newest steps there are {steps}"
+            if scan.damaged:
+                advice += f"; {len(scan.damaged)} folders cannot be read: {scan.damaged[0]}"
         elif scan.attempts:
             advice = f"there are only attempts that were never committed: {', '.join(scan.attempts[:5])}"
         else:
@@ -246,6 +269,8 @@ class Catalog:
 
     def add(self, manifest: Manifest) -> Checkpoint:
         """Commit: after this the checkpoint exists. Every other byte of it must be durable before."""
+        # The way back is checked before the commit: a manifest that no reader would take must not become a checkpoint.
+        check_manifest(manifest)
         data, digest = encode_manifest(manifest)
         self.storage.put(layout.key(manifest.folder, layout.MANIFEST), data)
         # Without it a power cut can keep the manifest's bytes and lose its name, after we said that it is committed.
@@ -324,8 +349,14 @@ def _only_metric(scan: Scan) -> str:
     return next(iter(names), "")
 
 
-def _names_step(damaged: tuple[Skipped, ...], step: int) -> bool:
-    return any((parsed := layout.parse_folder(skipped.folder)) and parsed.step == step for skipped in damaged)
+def _unreadable(damaged: tuple[Skipped, ...], selector: Selector) -> list[Skipped]:
+    """The folders that cannot be read and that a selector may have meant."""
+    if selector.kind == "latest":
+        return list(damaged)
+    if selector.kind != "step":
+        return []
+    names = ((layout.parse_folder(skipped.folder), skipped) for skipped in damaged)
+    return [skipped for parsed, skipped in names if parsed is not None and parsed.step == selector.step]
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

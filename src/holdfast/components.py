@@ -101,7 +101,9 @@ class RNGState:
             import numpy
             import torch
 
-            seed = hashlib.blake2b(f"{random.getrandbits(256)}/{index}".encode(), digest_size=8).digest()
+            # From torch's state alone: it is the one that scripts seed, so resuming twice gives the same numbers twice.
+            source = bytes(torch.get_rng_state().numpy()) + f"/{index}".encode()
+            seed = hashlib.blake2b(source, digest_size=8).digest()
             number = int.from_bytes(seed, "little")
             random.seed(number)
             numpy.random.seed(number % 2**32)

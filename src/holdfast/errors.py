@@ -96,7 +96,14 @@ class HoldfastError(Exception):
     def _message(self) -> str:
         where = ", ".join(self._where())
         text = f"{where}: {self.problem}" if where else self.problem
-        return f"{text}; {self.advice}" if self.advice else text
+        details = self._details()
+        if not self.advice:
+            return text + details
+        return f"{text}{details}\n{self.advice}" if details else f"{text}; {self.advice}"
+
+    def _details(self) -> str:
+        """What an error lists, a line each, between what happened and what to do."""
+        return ""
 
     def _where(self) -> list[str]:
         places = []
@@ -141,8 +148,8 @@ class CorruptCheckpointError(HoldfastError):
     def __init__(self, problem: str, *, problems: Sequence[str] = (), **where: Any) -> None:
         super().__init__(problem, problems=tuple(problems), **where)
 
-    def _message(self) -> str:
-        return super()._message() + _listing(getattr(self, "problems", ()))
+    def _details(self) -> str:
+        return _listing(getattr(self, "problems", ()))
 
 
 class UnsupportedFormatError(HoldfastError):
@@ -165,8 +172,8 @@ class StateMismatchError(HoldfastError, RuntimeError):
             problem, missing=tuple(missing), unexpected=tuple(unexpected), mismatched=tuple(mismatched), **where
         )
 
-    def _message(self) -> str:
-        text = super()._message()
+    def _details(self) -> str:
+        text = ""
         parts = (
             ("not in the checkpoint", "missing"),
             ("only in the checkpoint", "unexpected"),

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from holdfast.components import RNGState, Trainable
 from holdfast.errors import StateMismatchError, UsageError
-from holdfast.naming import kind_of, optimizer_names, unwrap
+from holdfast.naming import clean_name, kind_of, optimizer_names, unwrap
 from holdfast.records import layout
 from holdfast.records.codec import encode
 from holdfast.records.state import CapturedTree
@@ -24,8 +24,12 @@ from holdfast.tensors import address, check_storable, is_same_memory
 
 def live_tree(name: str, component: Any, components: Mapping[str, Any], scope: str | None) -> CapturedTree:
     """A component's state with its values encoded and its tensors, still the live ones, by their path."""
+    return tree_of(name, component, component_state(name, component, components), scope)
+
+
+def tree_of(name: str, component: Any, state: Any, scope: str | None) -> CapturedTree:
+    """The same for state that was taken already."""
     tensors: dict[str, torch.Tensor] = {}
-    state = component_state(name, component, components)
     values = encode(state, path=name, on_tensor=_collector(name, tensors))
     return CapturedTree(name, kind_of(name, component), scope, values, tensors)
 
@@ -80,6 +84,20 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, names: list[str]) -> dict
     groups = [{**group, "params": [names[index] for index in group["params"]]} for group in packed["param_groups"]]
     rest = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
     return {"state": state, "param_groups": groups, **rest}
+
+
+def own_tensors(module: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The module's own parameters and buffers in place of the aliases that its state dict has of them.
+
+    To copy a tensor onto itself costs nothing when it is the same object, and a pass over the memory when it is not.
+    """
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    own = ((clean_name(module, name), tensor) for name, tensor in named)
+    return {
+        name: tensor
+        for name, tensor in own
+        if isinstance(state.get(name), torch.Tensor) and is_same_memory(tensor, state[name])
+    }
 
 
 def load_optimizer(

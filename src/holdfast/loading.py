@@ -23,6 +23,7 @@ from holdfast.errors import (
     StorageError,
     UsageError,
 )
+from holdfast.memory import collector_paused
 from holdfast.naming import kind_of
 from holdfast.ranks import Ranks, on_leader
 from holdfast.records.codec import Json, plain
@@ -87,6 +88,7 @@ class _Fit(msgspec.Struct, frozen=True, array_like=True):
     mismatched: tuple[str, ...] = ()
     globs: tuple[str, ...] = ()
     frozen: tuple[FrozenEntry, ...] = ()
+    trees: tuple[str, ...] = ()
 
 
 class _Verdict(msgspec.Struct, frozen=True, array_like=True):
@@ -97,6 +99,11 @@ class _Verdict(msgspec.Struct, frozen=True, array_like=True):
 
 def load(request: LoadRequest, catalog: Catalog, ranks: Ranks) -> Loaded | None:
     """Restore on all ranks. None when `latest` was asked of a run that has no checkpoint."""
+    with collector_paused():
+        return _load(request, catalog, ranks)
+
+
+def _load(request: LoadRequest, catalog: Catalog, ranks: Ranks) -> Loaded | None:
     choice = on_leader(ranks, "resolve", lambda: _resolve(catalog, request.selector), returns=_Choice)
     passed_over = [Skipped(*pair) for pair in choice.passed_over]
     damaged: list[str] = []
@@ -111,8 +118,9 @@ def load(request: LoadRequest, catalog: Catalog, ranks: Ranks) -> Loaded | None:
         if request.selector.may_fall_back:
             logger.warning("%s is damaged and passed over: %s", candidate.folder, verdict.damage[0])
     if damaged:
+        explicit = f"{choice.candidates[0].folder} is damaged"
         raise CorruptCheckpointError(
-            f"'{request.selector}' finds no sound checkpoint",
+            "no sound checkpoint is left" if request.selector.may_fall_back else explicit,
             run=catalog.storage.url,
             problems=damaged,
             advice="no live object was changed",
@@ -158,6 +166,7 @@ class _Attempt:
             mismatched=_all(self.fitted, "mismatched"),
             globs=_all(self.fitted, "globs"),
             frozen=take_frozen({one.component: self.request.components[one.component] for one in self.fitted}),
+            trees=_all(self.fitted, "trees"),
         )
 
     def judge(self, fits: list[_Fit]) -> _Verdict:
@@ -168,8 +177,7 @@ class _Attempt:
         strategy = self.request.strategy
         missing = sorted({name for fit in fits for name in fit.missing})
         mismatched = sorted({text for fit in fits for text in fit.mismatched})
-        # A leaf is unexpected only if no rank has a place for it: pipeline ranks hold different parts of one model.
-        unexpected = sorted(set.intersection(*(set(fit.unused) for fit in fits)))
+        unexpected = _unexpected(fits)
         useless = sorted(set(strategy.exclude) - {glob for fit in fits for glob in fit.globs})
         if useless:
             raise UsageError(f"exclude={useless[0]!r} matches no leaf", step=self.checkpoint.step)
@@ -200,7 +208,7 @@ class _Attempt:
 
     def _open(self) -> Checkpoint:
         try:
-            checkpoint = self.catalog.read(self.candidate.folder)
+            checkpoint = self.catalog.read_known(self.candidate.folder, self.candidate.digest)
         except FileNotFoundError:
             raise CorruptCheckpointError("its manifest is gone", file=self.candidate.folder) from None
         if checkpoint.digest != self.candidate.digest:
@@ -313,6 +321,16 @@ class _Attempt:
             guards=wrong,
             advice="restore with what the checkpoint was made with, or on_guard_mismatch='warn'",
         )
+
+
+def _unexpected(fits: Sequence[_Fit]) -> list[str]:
+    """The leaves that no rank has a place for. Pipeline ranks hold different parts of one tree, or different trees."""
+    unused = [(set(fit.trees), set(fit.unused)) for fit in fits]
+    return sorted(
+        leaf
+        for leaf in set().union(*(leaves for _, leaves in unused))
+        if all(leaf in leaves for trees, leaves in unused if leaf.partition(".")[0] in trees)
+    )
 
 
 def _parse_values(data: bytes, file: str) -> dict[str, Json]:

@@ -4,6 +4,7 @@ leave. All it does itself is to check arguments and keep the line of checkpoints
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Literal, Self
 
+import numpy
 import torch
 
 from holdfast.catalog import Catalog, Checkpoint
@@ -142,7 +144,7 @@ class CheckpointManager:
         self._strategy = LoadStrategy()
         self._closed = False
         # Construction agrees once, so that ranks which disagree about it find out here and not at the first save.
-        self._ranks.decide("open", lambda: sorted(self._components), _same_components, sends=list[str], returns=None)
+        self._ranks.decide("open", self._introduce, _agree_on_run, sends=tuple[str, list[str]], returns=None)
 
     def save(
         self,
@@ -283,12 +285,12 @@ class CheckpointManager:
         names = ", ".join(self._components)
         return f"CheckpointManager({self._catalog.storage.url!r}, [{names}], {self._ranks!r})"
 
+    def _introduce(self) -> tuple[str, list[str]]:
+        return self._catalog.storage.url, sorted(self._components)
+
     def _locate(self, selector: str | int | os.PathLike[str]) -> tuple[Catalog, Selector, bool]:
         """Which checkpoint of which run; `explicit` when anything but this run's latest was asked for."""
-        is_path = isinstance(selector, os.PathLike) or (
-            isinstance(selector, str) and ("/" in selector or "@" in selector)
-        )
-        if is_path:
+        if _is_path(selector):
             catalog, chosen = locate(selector)  # type: ignore[arg-type]
             return catalog, chosen, True
         _, chosen = locate(self._catalog.storage, selector)  # type: ignore[arg-type]
@@ -326,10 +328,18 @@ class CheckpointManager:
             raise ClosedError("the manager was closed", run=self._catalog.storage.url, advice="build a new one")
 
 
-def _same_components(names: list[list[str]]) -> None:
+def _agree_on_run(words: list[tuple[str, list[str]]]) -> None:
     # Pipeline ranks may hold different components. What a name stands for may not differ, and the plan checks that.
-    if not all(names):
+    if not all(names for _, names in words):
         raise UsageError("some ranks have no component at all")
+    # Ranks that write to different folders would commit a checkpoint of which a part lies elsewhere.
+    run = words[0][0]
+    for rank, (other, _) in enumerate(words):
+        if other != run:
+            raise UsageError(
+                f"the ranks have different runs: {run} on rank 0 and {other} on rank {rank}",
+                advice="give every rank the same run, and build managers in the same order on every rank",
+            )
 
 
 def _checked_components(state: Mapping[str, Any], rng: bool) -> dict[str, Any]:
@@ -371,11 +381,19 @@ def _encoded(name: str, values: Mapping[str, Any] | None) -> dict[str, Json]:
 def _encoded_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Json]:
     if metrics is None:
         return {}
-    plain = {
-        name: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-        for name, value in dict(metrics).items()
-    }
-    return _encoded("metrics", plain)
+    return _encoded("metrics", {name: _number(value) for name, value in dict(metrics).items()})
+
+
+def _number(value: Any) -> Any:
+    """A loss is often still a tensor or a numpy scalar; ranking wants the number."""
+    one_element = isinstance(value, torch.Tensor | numpy.generic | numpy.ndarray) and math.prod(value.shape) == 1
+    return value.item() if one_element else value
+
+
+def _is_path(selector: str | int | os.PathLike[str]) -> bool:
+    if not isinstance(selector, str):
+        return isinstance(selector, os.PathLike)
+    return "@" in selector or ("/" in selector and not selector.startswith("best:"))
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -7,12 +7,10 @@ rank that fails in one of them fails it for all, and everything that was committ
 from __future__ import annotations
 
 import errno
-import gc
 import logging
 import platform
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ import torch
 from holdfast._version import __version__
 from holdfast.catalog import Catalog, Checkpoint
 from holdfast.errors import HoldfastError, SaveFailedError, StorageError
+from holdfast.memory import collector_paused
 from holdfast.ranks import Ranks, on_leader
 from holdfast.records import layout
 from holdfast.records.codec import Json
@@ -68,24 +67,12 @@ class Saved:
 def save(request: SaveRequest, catalog: Catalog, ranks: Ranks) -> Saved:
     """Save on all ranks and return when the checkpoint is committed."""
     try:
-        with _collector_paused():
+        with collector_paused():
             return _SaveChain(request, catalog, ranks).run()
     except HoldfastError as error:
         raise error.at(step=request.step) from error
     except Exception as error:
         raise SaveFailedError(f"{type(error).__name__}: {error}", step=request.step) from error
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """A save makes many small records and no cycles, and a collection over a training's whole heap is slow."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class _SaveChain:
@@ -106,7 +93,9 @@ class _SaveChain:
 
     def run(self) -> Saved:
         started = time.monotonic()
-        decided = self.ranks.decide("save", self._capture, self._plan, sends=Inventory, returns=SavePlan)
+        # The step is part of the label, so that ranks which save different steps are told so.
+        label = f"save of step {self.request.step}"
+        decided = self.ranks.decide(label, self._capture, self._plan, sends=Inventory, returns=SavePlan)
         if decided.committed:
             checkpoint = self.catalog.read(decided.folder)
             return Saved(decided.folder, checkpoint.digest, skipped=True)

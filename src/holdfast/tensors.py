@@ -64,7 +64,7 @@ def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     if isinstance(one, DTensor):
         one, other = one.to_local(), other.to_local()
-    return (
+    return bool(
         one.data_ptr() == other.data_ptr()
         and one.device == other.device
         and one.shape == other.shape

@@ -52,6 +52,7 @@ SPELLED = {
 def _one_process_is_no_warning() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
         yield
 
 
@@ -185,11 +186,20 @@ def save_sharded(rank: int, run: str) -> dict[str, torch.Tensor]:
     return whole
 
 
-def test_stock_dcp_reads_every_shard_of_two_ranks_in_one_process(tmp_path: pathlib.Path) -> None:
-    whole = values(run_ranks(2, save_sharded, str(tmp_path)))[0]
-    folder = folder_of(tmp_path)
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, dict[str, torch.Tensor]]:
+    """A run that two ranks saved, and the whole tensors that are in it."""
+    run = tmp_path_factory.mktemp("sharded")
+    return run, values(run_ranks(2, save_sharded, str(run)))[0]
+
+
+def test_stock_dcp_reads_every_shard_of_two_ranks_in_one_process(
+    sharded: tuple[pathlib.Path, dict[str, torch.Tensor]],
+) -> None:
+    run, whole = sharded
+    folder = folder_of(run)
     assert len(list(folder.glob("*.safetensors"))) == 2
-    assert {leaf.name for leaf in holdfast.resolve(tmp_path).manifest.tensors} == whole.keys()
+    assert {leaf.name for leaf in holdfast.resolve(run).manifest.tensors} == whole.keys()
     loaded = load_with_stock_reader(folder, {name: (tuple(value.shape), value.dtype) for name, value in whole.items()})
     for name, value in whole.items():
         assert bits(loaded[name]) == bits(value), name
@@ -197,10 +207,10 @@ def test_stock_dcp_reads_every_shard_of_two_ranks_in_one_process(tmp_path: pathl
         check_frame(path)
 
 
-def test_the_shards_put_together_by_hand_are_the_whole(tmp_path: pathlib.Path) -> None:
-    whole = values(run_ranks(2, save_sharded, str(tmp_path)))[0]
+def test_the_shards_put_together_by_hand_are_the_whole(sharded: tuple[pathlib.Path, dict[str, torch.Tensor]]) -> None:
+    run, whole = sharded
     built = {name: torch.zeros_like(value) for name, value in whole.items()}
-    for path in folder_of(tmp_path).glob("*.safetensors"):
+    for path in folder_of(run).glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             notes = json.loads(file.metadata()["DCP_SHARDING_INFO"])
             for name in file.keys():  # noqa: SIM118  (no mapping: it has only keys)

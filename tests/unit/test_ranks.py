@@ -75,7 +75,8 @@ def tcp_stores() -> Iterator[Callable[[int], KeyValue]]:
     from torch.distributed import TCPStore
 
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield lambda rank: _TorchStore(TCPStore("127.0.0.1", server.port, is_master=False))
+    port = server.port
+    yield lambda rank: _TorchStore(TCPStore("127.0.0.1", port, is_master=False))
     del server
 
 
@@ -210,7 +211,7 @@ def test_an_error_is_known_at_once_even_while_another_rank_is_still_at_work(fail
 
     def work(ranks: Ranks) -> float:
         start = time.monotonic()
-        try:
+        with pytest.raises(UsageError) as caught:
             ranks.decide(
                 "work",
                 lambda: fail(UsageError("no")) if ranks.rank == failing else ranks.rank == busy and wait(),
@@ -218,10 +219,9 @@ def test_an_error_is_known_at_once_even_while_another_rank_is_still_at_work(fail
                 sends=bool,
                 returns=int,
             )
-        except UsageError as error:
-            if ranks.rank != busy:
-                others_failed.wait(10)
-            assert error.rank == failing
+        if ranks.rank != busy:
+            others_failed.wait(10)
+        assert caught.value.rank == failing
         return time.monotonic() - start
 
     def wait() -> bool:

@@ -15,9 +15,9 @@ from typing import Annotated, Any
 import msgspec
 from blake3 import blake3
 
-from holdfast.errors import CorruptCheckpointError, HoldfastError, UnsafeContentError, UnsupportedFormatError
+from holdfast.errors import CorruptCheckpointError, HoldfastError, UnsupportedFormatError
 from holdfast.records import layout
-from holdfast.records.boxes import MAX_DIMENSIONS, Box, cover_exactly
+from holdfast.records.boxes import MAX_DIMENSIONS, Box, cover_exactly, whole
 from holdfast.records.dtypes import element_type
 
 FORMAT = 1
@@ -155,33 +155,35 @@ def decode_manifest(data: bytes) -> tuple[Manifest, str]:
     try:
         envelope = msgspec.json.decode(data, type=_Envelope)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise CorruptCheckpointError(f"it is no manifest: {error}", file=layout.MANIFEST) from None
+        raise CorruptCheckpointError(f"it is no manifest: {error}") from None
     if envelope.holdfast_format > FORMAT:
         raise UnsupportedFormatError(
             f"written in format {envelope.holdfast_format}; this version reads formats up to {FORMAT}",
-            file=layout.MANIFEST,
             advice="use a newer version of Holdfast",
         )
     if envelope.holdfast_format < 1:
-        raise CorruptCheckpointError(f"there is no format {envelope.holdfast_format}", file=layout.MANIFEST)
+        raise CorruptCheckpointError(f"there is no format {envelope.holdfast_format}")
     body = bytes(envelope.manifest)
     if digest_of(body) != envelope.digest:
-        raise CorruptCheckpointError("its content does not have the digest that it states", file=layout.MANIFEST)
+        raise CorruptCheckpointError("its content does not have the digest that it states")
     try:
         manifest = msgspec.json.decode(body, type=Manifest)
-        _check(manifest)
+        check_manifest(manifest)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise CorruptCheckpointError(f"it is no manifest: {error}", file=layout.MANIFEST) from None
-    except (UnsupportedFormatError, UnsafeContentError, CorruptCheckpointError) as error:
-        raise error.at(file=layout.MANIFEST) from None
+        raise CorruptCheckpointError(f"it is no manifest: {error}") from None
     return manifest, envelope.digest
 
 
-def _check(manifest: Manifest) -> None:
+def check_manifest(manifest: Manifest) -> None:
     """Everything that a reader relies on. A manifest with a right digest can still have been made by somebody."""
-    if layout.parse_folder(manifest.folder) is None:
-        raise CorruptCheckpointError(f"{manifest.folder[:200]!r} is no checkpoint's name")
+    named = layout.parse_folder(manifest.folder)
+    if named is None or named.step != manifest.step:
+        raise CorruptCheckpointError(f"{manifest.folder[:200]!r} is no name of a checkpoint of step {manifest.step}")
     _check_created(manifest.created)
+    try:
+        datetime.fromisoformat(manifest.created)
+    except ValueError:
+        raise CorruptCheckpointError(f"{manifest.created[:80]!r} is no time") from None
     if not _MIN_BLOCK_BYTES <= manifest.block_bytes <= _MAX_BLOCK_BYTES:
         raise CorruptCheckpointError(f"blocks of {manifest.block_bytes} bytes are outside of the limits")
     files = {file.name: file for file in manifest.files}
@@ -237,11 +239,14 @@ def _check_tensors(manifest: Manifest, files: Mapping[str, FileRecord]) -> None:
         for chunk in tensor.chunks:
             size = _check_chunk(tensor, chunk, item_bytes, manifest.block_bytes, files)
             used[chunk.file].append((chunk.start, chunk.start + size, tensor.name))
+        if len(tensor.chunks) == 1 and tensor.chunks[0].box == whole(tensor.shape):
+            continue
         wrong = cover_exactly([chunk.box for chunk in tensor.chunks], tensor.shape)
         if wrong is not None:
             raise CorruptCheckpointError(wrong, leaf=tensor.name)
-    for name, ranges in used.items():
-        _check_ranges(files[name], sorted(ranges))
+    for file in files.values():
+        if file.header_bytes or file.name in used:
+            _check_ranges(file, sorted(used.get(file.name, ())))
 
 
 def _check_chunk(
@@ -261,6 +266,8 @@ def _check_chunk(
 
 def _check_ranges(file: FileRecord, ranges: list[tuple[int, int, str]]) -> None:
     """A tensor file is its header and its chunks, back to back: no byte is outside of a digest, none in two."""
+    if not file.header_bytes:
+        raise CorruptCheckpointError(f"{file.name} holds tensors and has no header")
     position = file.header_bytes
     for start, end, leaf in ranges:
         if start != position:

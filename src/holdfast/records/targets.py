@@ -24,12 +24,14 @@ class Request:
 class Fitted:
     """One component fitted to its saved state. `take_up` hands the state over once the requests are filled.
 
-    `unused` are leaves of the checkpoint that this rank has no place for; another rank may have one.
+    `unused` are leaves of the checkpoint that this rank has no place for; another rank that takes from the same of
+    the `trees` may have one.
     """
 
     component: str
     kind: str
     skipped: str = ""
+    trees: tuple[str, ...] = ()
     requests: list[Request] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from holdfast.components import PerRank, RNGState, Trainable
 from holdfast.errors import CorruptCheckpointError, StateMismatchError
-from holdfast.live import component_state, live_tree, load_optimizer
+from holdfast.live import component_state, live_tree, load_optimizer, own_tensors, tree_of
 from holdfast.naming import kind_of, optimizer_names, scopes_in_world, unwrap
 from holdfast.records import layout
 from holdfast.records.codec import Json, decode
@@ -53,7 +53,8 @@ def match(name: str, components: Mapping[str, Any], saved: SavedState, strategy:
     if not trees:
         fitted.skipped = "its per-rank state is of another number of ranks"
         return fitted
-    if trees[0].kind != fitted.kind:
+    # Trees that PyTorch's own planner laid out do not say what they are of; their names and shapes must do.
+    if trees[0].kind not in (fitted.kind, "values"):
         raise StateMismatchError(f"it was saved as '{trees[0].kind}' and is '{fitted.kind}' now", component=name)
     matcher = _Matcher(fitted, component, components, saved, strategy)
     if fitted.kind == "module":
@@ -127,7 +128,8 @@ class _Matcher:
 
     def match_module(self, tree: TreeRecord) -> None:
         module = unwrap(self.component)
-        live = live_tree(self.fitted.component, self.component, self.components, None)
+        state = component_state(self.fitted.component, self.component, self.components)
+        live = tree_of(self.fitted.component, self.component, state, None)
         live_values, saved_values = _object(live.values, tree), _object(self.saved.values(tree), tree)
         wanted: dict[str, list[str]] = {}
         extras: dict[str, Json] = {}
@@ -143,12 +145,12 @@ class _Matcher:
         self._note_unused(tree, [key for key in saved_values if key not in live_values])
         for path, keys in wanted.items():
             self._want(tree, live.tensors[path], keys, saved_values)
-        state = component_state(self.fitted.component, self.component, self.components)
         strict = not isinstance(self.component, Trainable)
 
         def take_up() -> None:
             # The tensors in it are the live ones, filled by now: what is left to do is what the modules' own hooks and
             # extra states want to do.
+            state.update(own_tensors(module, state))
             for key, value in extras.items():
                 state[key] = decode(value, path=f"{tree.name}.{key}", tensor=None)
             set_model_state_dict(module, state, options=StateDictOptions(strict=strict))

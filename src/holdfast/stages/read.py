@@ -16,7 +16,7 @@ import torch
 
 from holdfast.catalog import Checkpoint
 from holdfast.errors import StorageError
-from holdfast.records.boxes import Box, span_of, strides_of
+from holdfast.records.boxes import Box, Span, span_of, strides_of, whole
 from holdfast.records.manifest import ChunkRecord, TensorRecord
 from holdfast.records.report import Problem
 from holdfast.records.targets import Request
@@ -121,53 +121,66 @@ def _do(job: _Job, source: Source, checked: bool) -> list[tuple[int, int]]:
     return damaged
 
 
-def _overlaps(request: Request, checkpoint: Checkpoint) -> Iterator[tuple[ChunkRecord, Box, Region]]:
+@dataclass(frozen=True, slots=True)
+class _Overlap:
+    """What a request and a chunk share: the box in the chunk, the bytes that it spans there, and its tensor."""
+
+    chunk: ChunkRecord
+    region: Region
+    inner: Box
+    span: Span
+    target: torch.Tensor
+
+
+def _overlaps(request: Request, checkpoint: Checkpoint) -> Iterator[_Overlap]:
+    item, block_bytes = request.leaf.item_bytes, checkpoint.manifest.block_bytes
     for chunk in request.leaf.chunks:
-        shared = chunk.box.overlap(request.box)
+        box = chunk.box
+        region = Region(chunk.start, box.volume * item, block_bytes, chunk.digests)
+        if box == request.box:
+            yield _Overlap(chunk, region, whole(chunk.sizes), Span(0, box.volume, True), request.target)
+            continue
+        shared = box.overlap(request.box)
         if shared is not None:
-            size = chunk.box.volume * request.leaf.item_bytes
-            yield chunk, shared, Region(chunk.start, size, checkpoint.manifest.block_bytes, chunk.digests)
+            inner = shared.relative_to(box)
+            target = _narrow(request.target, shared.relative_to(request.box))
+            yield _Overlap(chunk, region, inner, span_of(inner, chunk.sizes), target)
 
 
 def _checks(request: Request, checkpoint: Checkpoint) -> Iterator[_Job]:
     item = request.leaf.item_bytes
-    for chunk, shared, region in _overlaps(request, checkpoint):
-        span = span_of(shared.relative_to(chunk.box), chunk.sizes)
-        for start, end in _pieces(region, span.start * item, (span.start + span.length) * item):
-            yield _Job(request.leaf.name, chunk.file, region, start, end)
+    for overlap in _overlaps(request, checkpoint):
+        first, last = overlap.span.start * item, (overlap.span.start + overlap.span.length) * item
+        for start, end in _pieces(overlap.region, first, last):
+            yield _Job(request.leaf.name, overlap.chunk.file, overlap.region, start, end)
 
 
 def _fills(request: Request, checkpoint: Checkpoint) -> Iterator[_Job]:
     item = request.leaf.item_bytes
-    for chunk, shared, region in _overlaps(request, checkpoint):
-        inner = shared.relative_to(chunk.box)
-        wanted = shared.relative_to(request.box)
-        target = _narrow(request.target, wanted)
-        span = span_of(inner, chunk.sizes)
-        if span.dense and is_host_memory(target):
-            memory = memory_of(target)
-            first = span.start * item
-            for start, end in _pieces(region, first, first + len(memory)):
+    for overlap in _overlaps(request, checkpoint):
+        if overlap.span.dense and is_host_memory(overlap.target):
+            memory = memory_of(overlap.target)
+            first = overlap.span.start * item
+            for start, end in _pieces(overlap.region, first, first + len(memory)):
                 part = memory[start - first : end - first]
-                yield _Job(request.leaf.name, chunk.file, region, start, end, target=part)
+                yield _Job(request.leaf.name, overlap.chunk.file, overlap.region, start, end, target=part)
         else:
-            yield from _scattered(request.leaf, chunk, inner, target, region)
+            yield from _scattered(request.leaf, overlap)
 
 
-def _scattered(
-    leaf: TensorRecord, chunk: ChunkRecord, inner: Box, target: torch.Tensor, region: Region
-) -> Iterator[_Job]:
+def _scattered(leaf: TensorRecord, overlap: _Overlap) -> Iterator[_Job]:
     """What does not lie in one stretch, or not in host memory, goes through a scratch, some rows at a time."""
     item = leaf.item_bytes
     dtype = torch_dtype(leaf.dtype)
+    chunk, inner = overlap.chunk, overlap.inner
     strides = strides_of(chunk.sizes)
     for part in _row_groups(inner, strides, item):
         span = span_of(part, chunk.sizes)
         rows = Box(tuple(a - b for a, b in zip(part.offsets, inner.offsets, strict=True)), part.sizes)
 
-        place = partial(_place, _narrow(target, rows), dtype, part.sizes, strides)
+        place = partial(_place, _narrow(overlap.target, rows), dtype, part.sizes, strides)
         start = span.start * item
-        yield _Job(leaf.name, chunk.file, region, start, start + span.length * item, place=place)
+        yield _Job(leaf.name, chunk.file, overlap.region, start, start + span.length * item, place=place)
 
 
 def _place(

@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 
 from holdfast.catalog import Catalog, Checkpoint, Scan, Skipped
-from holdfast.errors import CheckpointNotFoundError, UsageError
+from holdfast.errors import CheckpointNotFoundError, HoldfastError, UsageError
 from holdfast.records import layout
 from holdfast.records.selector import Selector, parse_selector
 from holdfast.storage.base import Storage
-from holdfast.storage.registry import open_storage
+from holdfast.storage.registry import open_storage, path_of_file_url
 
 Location = str | os.PathLike[str] | Storage
 
@@ -45,20 +45,26 @@ def locate(location: Location, selector: str | int = "latest") -> tuple[Catalog,
     if "://" in text and not text.startswith("file://"):
         head, selector = _split(text, selector)
         return Catalog(open_storage(head)), parse_selector(selector)
-    path, selector = _existing(text.removeprefix("file://"), selector)
-    return _at_path(path, selector)
+    path, selector = _existing(path_of_file_url(text) if text.startswith("file://") else text, selector)
+    try:
+        return _at_path(path, selector)
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, HoldfastError):
+            raise
+        raise UsageError(f"{path} is no path that can be followed: {error}") from None
 
 
 def _existing(text: str, selector: str | int) -> tuple[Path, str | int]:
     """A path that is there wins over reading an `@` in it as a separator."""
-    if not os.path.lexists(text) and "@" in os.path.basename(text):
+    if not os.path.lexists(text) and "@" in text:
         text, selector = _split(text, selector)
     return Path(text), selector
 
 
 def _split(text: str, selector: str | int) -> tuple[str, str | int]:
     head, separator, tail = text.rpartition("@")
-    if not separator or "/" in tail:
+    # Metrics are often called train/loss or val/loss; any other slash behind an `@` belongs to a path.
+    if not separator or ("/" in tail and not tail.startswith("best:")):
         return text, selector
     if selector != "latest":
         raise UsageError(

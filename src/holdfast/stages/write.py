@@ -59,6 +59,8 @@ def _write_tensor_file(
 def _write_chunk(tray: _Tray, source: Pieces) -> tuple[str, ...]:
     digests: list[str] = []
     for piece in source():
+        if not piece:
+            continue
         if len(piece) <= BLOCK_BYTES:
             digests.append(digest_of(piece))
             tray.write(piece)

@@ -16,7 +16,7 @@ from holdfast.storage.local import LocalStorage
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoints
 
-__all__ = ["ENTRY_POINT_GROUP", "open_storage"]
+__all__ = ["ENTRY_POINT_GROUP", "open_storage", "path_of_file_url"]
 
 ENTRY_POINT_GROUP = "holdfast.storages"
 # Two letters at least: `C:\runs` is somebody's path and no scheme.
@@ -38,10 +38,11 @@ def open_storage(location: str | os.PathLike[str] | Storage) -> Storage:
     if isinstance(location, os.PathLike) or scheme is None:
         return LocalStorage(text)
     name = scheme.group(1).lower()
-    return LocalStorage(_path_of_file_url(text)) if name == "file" else _opener(name, text)(text)
+    return LocalStorage(path_of_file_url(text)) if name == "file" else _opener(name, text)(text)
 
 
-def _path_of_file_url(url: str) -> str:
+def path_of_file_url(url: str) -> str:
+    """The path that a `file://` URL means."""
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost"):
         raise UsageError(f"{url!r} is on another host", advice="write file:///path for a path of this machine")

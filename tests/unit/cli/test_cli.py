@@ -30,7 +30,9 @@ from holdfast.records.manifest import Manifest, decode_manifest, encode_manifest
 
 # Clears the screen, sets the title, rings, recolours (also with a C1 byte), goes back, forges a line, turns the text.
 HOSTILE = "\x1b[2J\x1b]0;pwned\x07[red]x[/red]\r\nsound: 9 checkpoints\x9b31m\u202eevil"
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "FORCE_COLOR")}
+# What changes the output, or, as an unbuffered stdout does, hides what an ordinary user would see.
+UNWANTED = ("COLUMNS", "FORCE_COLOR", "PYTHONUNBUFFERED")
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in UNWANTED}
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,456 @@
+"""What is the same on all ranks is stored once, what differs is stored apart, and a changed number of ranks is said."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+import holdfast
+from holdfast.errors import GuardMismatchError, StateMismatchError, UsageError
+from tests.distributed.scenes import AdaptingHolder, Holder, Play, bits, caught, run_scenes, the_same_error, trees
+
+TIMEOUT_SECONDS = 10.0
+SIZES = (1, 2, 3, 4)
+_groups: dict[int, Any] = {}
+
+
+def manager_of(run: Path, state: dict[str, Any], **options: Any) -> holdfast.CheckpointManager:
+    options = {"rng": False, "timeout": TIMEOUT_SECONDS, **options}
+    return holdfast.CheckpointManager(run, state, **options)
+
+
+def group_of(size: int) -> Any:
+    """The first `size` ranks. Groups are made once, on all ranks."""
+    for each in SIZES:
+        if each not in _groups:
+            _groups[each] = dist.new_group(list(range(each)))
+    return _groups[size]
+
+
+# Undecided
+
+
+def components_that_are_the_same_or_not(rank: int, folder: Path) -> Any:
+    state = {
+        "same": Holder(step=3, table=torch.arange(4.0)),
+        "values_differ": Holder(position=rank),
+        "tensors_differ": Holder(position=1, table=torch.full((2,), float(rank))),
+    }
+    manager = manager_of(folder, state)
+    manager.save(1)
+    saved = bits({name: component.state for name, component in state.items()})
+    for component in state.values():
+        component.state = {}
+    manager.restore()
+    return bits({name: component.state for name, component in state.items()}) == saved
+
+
+def a_component_that_only_some_ranks_have(rank: int, folder: Path) -> Any:
+    """Such as the tracker that only the leader has."""
+    state: dict[str, Any] = {"all": Holder(a=1)}
+    if rank in (0, 2):
+        state["tracker"] = Holder(losses=[0.5, rank])
+    manager_of(folder, state).save(1)
+    if rank in (0, 2):
+        state["tracker"].state = {}
+    manager_of(folder, state).restore()
+    return state["tracker"].state if "tracker" in state else None
+
+
+def a_shared_component(rank: int, folder: Path) -> Any:
+    """Different on every rank, against the user's word: then the leader's is the one, all of it."""
+    holder = Holder(who=rank, **{f"t{number}": torch.full((8,), float(rank)) for number in range(4)})
+    manager = manager_of(folder, {"shared": holdfast.Shared(holder)})
+    manager.save(1)
+    manager.restore()
+    return holder.state["who"], [int(holder.state[f"t{number}"][0]) for number in range(4)]
+
+
+# Another number of ranks
+
+
+def another_number_of_ranks(rank: int, folder: Path) -> Any:
+    """Saved on two ranks; restored on one, three and four, in each of the three ways."""
+    if rank < 2:
+        state = {"model": nn.Linear(2, 2, bias=False), "loader": holdfast.PerRank(AdaptingHolder(position=rank))}
+        nn.init.ones_(state["model"].weight)
+        random.seed(rank), numpy.random.seed(rank), torch.manual_seed(rank)
+        manager_of(folder, {**state}, rng=True, process_group=group_of(2)).save(1)
+    group_of(1)
+    dist.barrier()
+    seen: dict[tuple[int, str], Any] = {}
+    for size in SIZES:
+        for way in ("error", "skip", "adapt"):
+            if rank < size:
+                seen[size, way] = restore_on(size, way, folder, rank)
+    return seen
+
+
+def restore_on(size: int, way: str, folder: Path, rank: int) -> Any:
+    model = nn.Linear(2, 2, bias=False)
+    nn.init.zeros_(model.weight)
+    loader = AdaptingHolder(position=-1, table=torch.zeros(2))
+    random.seed(77), numpy.random.seed(77), torch.manual_seed(77)
+    rng = holdfast.get_rng_state()
+
+    def live() -> Any:
+        return bits([model.state_dict(), loader.state, holdfast.get_rng_state()["torch"], random.getstate()])
+
+    before = live()
+    state = {"model": model, "loader": holdfast.PerRank(loader)}
+    manager = manager_of(folder, state, rng=True, process_group=group_of(size))
+    results: list[Any] = []
+    error = caught(
+        lambda: results.append(manager.restore(strategy=holdfast.LoadStrategy(on_world_change=way)))  # type: ignore[arg-type]
+    )
+    draws = (random.random(), float(numpy.random.rand()), float(torch.rand(())))
+    unchanged_rng = bits(rng["torch"]) == bits(holdfast.get_rng_state()["torch"])
+    return {
+        "error": error,
+        "unchanged": live() == before if error else None,
+        "skipped": results[0].skipped if results else None,
+        "model": float(model.weight.sum()),
+        "loader": bits(loader.state) if way != "adapt" else loader.state,
+        "draws": draws,
+        "unchanged_rng": unchanged_rng,
+    }
+
+
+def a_component_that_cannot_adapt(rank: int, folder: Path) -> Any:
+    if rank < 2:
+        manager_of(folder, {"loader": holdfast.PerRank(Holder(a=rank))}, process_group=group_of(2)).save(1)
+    dist.barrier()
+    holder = Holder(a=9)
+    manager = manager_of(folder, {"loader": holdfast.PerRank(holder)})
+    return caught(lambda: manager.restore(strategy=holdfast.LoadStrategy(on_world_change="adapt"))), holder.state
+
+
+# Late and covered
+
+
+def late_components(rank: int, folder: Path) -> Any:
+    own = Holder(rank=rank)
+    state = {"first": Holder(a=1), "late": holdfast.PerRank(own), "left_out": Holder(b=2)}
+    manager_of(folder, state).save(1)
+    manager = manager_of(folder, {"first": Holder(a=0)})
+    before = manager.attach("before", Holder(x=1))
+    manager.restore(strategy=holdfast.LoadStrategy(skip=("left_out",), on_missing="skip")) if False else None
+    result = manager_of(folder, {"first": Holder(a=0)}).restore()
+    manager = manager_of(folder, {"first": Holder(a=0)})
+    manager.restore()
+    late, unknown = Holder(rank=-1), Holder(z=1)
+    attached = manager.attach("late", holdfast.PerRank(late))
+    not_there = manager.attach("unknown", unknown)
+    twice = caught(lambda: manager.attach("late", late))
+    broken = caught(lambda: manager.attach("left_out", nn.Linear(2, 2)))
+    manager.save(2)
+    return {
+        "before": before,
+        "skipped": result.skipped,
+        "attached": (attached, late.state),
+        "not_there": (not_there, unknown.state, unknown.loads),
+        "twice": twice,
+        "broken": broken,
+    }
+
+
+def covered_components(rank: int, folder: Path) -> Any:
+    loader, source, other = Holder(a=rank), Holder(b=rank), Holder(c=rank)
+    state = {"loader": holdfast.PerRank(loader, covers=["source"]), "source": source, "other": other}
+    manager = manager_of(folder, state)
+    manager.save(1)
+    first = manager.restore()
+    loads = loader.loads, source.loads, other.loads
+    manager.restore(strategy=holdfast.LoadStrategy(skip=("loader",)))
+    return loads, source.loads, first.skipped, first.restored
+
+
+# Trainable
+
+
+def adapted(*, base: float, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.ModuleDict({"base": nn.Linear(6, 5), "norm": nn.BatchNorm1d(5), "adapter": nn.Linear(6, 3)})
+    with torch.no_grad():
+        model["base"].weight.copy_(torch.arange(30.0).reshape(5, 6) + base)
+        model["base"].bias.zero_()
+    model["base"].requires_grad_(False)
+    model["norm"].requires_grad_(False)
+    return model
+
+
+def sharded(model: nn.Module, size: int) -> nn.Module:
+    mesh = DeviceMesh.from_group(group_of(size), "cpu")
+    for layer in (model["base"], model["adapter"]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def trainable_parts(rank: int, folder: Path) -> Any:
+    """Saved sharded over two ranks; restored there, on one rank, on three, and onto other bases."""
+    seen: dict[str, Any] = {}
+    if rank < 2:
+        model = sharded(adapted(base=0, seed=1), 2)
+        manager_of(folder, {"model": holdfast.Trainable(model)}, process_group=group_of(2)).save(1)
+    dist.barrier()
+    expected = bits(adapted(base=0, seed=1)["adapter"].weight)
+    for size in (1, 2, 3):
+        if rank < size:
+            model = adapted(base=0, seed=2)
+            model = sharded(model, size) if size > 1 else model
+            manager_of(folder, {"model": holdfast.Trainable(model)}, process_group=group_of(size)).restore()
+            weight = model["adapter"].weight
+            whole = weight.full_tensor() if size > 1 else weight
+            seen[f"restored on {size}"] = bits(whole) == expected
+    if rank < 2:
+        for name, base in (("everywhere", 1.0), ("rank 0", float(rank == 0)), ("rank 1", float(rank == 1))):
+            model = adapted(base=base, seed=2)
+            before = bits(model.state_dict())
+            manager = manager_of(folder, {"model": holdfast.Trainable(model)}, process_group=group_of(2))
+            seen[f"another base, {name}"] = caught(manager.restore)
+            assert bits(model.state_dict()) == before, "a guard is checked before anything changes"
+    return seen
+
+
+# Random state
+
+
+def random_state_of_each_rank(rank: int, folder: Path) -> Any:
+    random.seed(100 + rank), numpy.random.seed(100 + rank), torch.manual_seed(100 + rank)
+    manager = manager_of(folder, {"a": Holder(a=1)}, rng=True)
+    manager.save(1)
+    expected = (random.random(), float(numpy.random.rand()), float(torch.rand(())))
+    random.seed(5), numpy.random.seed(5), torch.manual_seed(5)
+    manager.restore()
+    return expected, (random.random(), float(numpy.random.rand()), float(torch.rand(())))
+
+
+# Loaders
+
+
+def loader_of(rank: int, size: int, workers: int) -> Any:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+    data = list(range(48))
+    sampler = StatefulDistributedSampler(data, num_replicas=size, rank=rank, shuffle=True, seed=3)
+    return StatefulDataLoader(data, batch_size=2, sampler=sampler, num_workers=workers, collate_fn=list)
+
+
+def two_loaders_by_name(rank: int, folder: Path) -> Any:
+    first, second = loader_of(rank, 4, 0), loader_of(rank, 4, 0)
+    running, other = iter(first), iter(second)
+    taken = [next(running) for _ in range(2)]
+    next(other)
+    manager_of(folder, {"train": first, "valid": second}).save(1)
+    expected = [list(running), list(other)]
+    train, valid = loader_of(rank, 4, 0), loader_of(rank, 4, 0)
+    manager_of(folder, {"train": train, "valid": valid}).restore()
+    return taken, expected, [list(train), list(valid)]
+
+
+SCENES = [
+    components_that_are_the_same_or_not,
+    a_component_that_only_some_ranks_have,
+    a_shared_component,
+    another_number_of_ranks,
+    a_component_that_cannot_adapt,
+    late_components,
+    covered_components,
+    trainable_parts,
+    random_state_of_each_rank,
+    two_loaders_by_name,
+]
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Play, Path]:
+    folder = tmp_path_factory.mktemp("components")
+    return run_scenes(4, SCENES, folder), folder
+
+
+def test_what_is_the_same_on_all_ranks_is_stored_once_and_what_differs_apart(played: tuple[Play, Path]) -> None:
+    play, folder = played
+    assert play("components_that_are_the_same_or_not") == [True] * 4, "each rank gets its own back"
+    ranks = [f"rank-{rank:05d}" for rank in range(4)]
+    assert trees(folder / "components_that_are_the_same_or_not") == [
+        ("same", ""),
+        *(("tensors_differ", scope) for scope in ranks),
+        *(("values_differ", scope) for scope in ranks),
+    ]
+
+
+def test_a_component_that_only_some_ranks_have_comes_back_to_them(played: tuple[Play, Path]) -> None:
+    expected = [{"losses": [0.5, 0]}, None, {"losses": [0.5, 2]}, None]
+    assert played[0]("a_component_that_only_some_ranks_have") == expected
+
+
+def test_of_a_shared_component_the_leaders_state_is_given_to_all(played: tuple[Play, Path]) -> None:
+    play, folder = played
+    assert play("a_shared_component") == [(0, [0, 0, 0, 0])] * 4
+    assert trees(folder / "a_shared_component") == [("shared", "")]
+
+
+@pytest.mark.guarantee("G5")
+@pytest.mark.guarantee("G7")
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_another_number_of_ranks_is_an_error_before_anything_changes(played: tuple[Play, Path], size: int) -> None:
+    seen = [of_rank[size, "error"] for of_rank in played[0]("another_number_of_ranks")[:size]]
+    error = the_same_error([one["error"] for one in seen])
+    assert isinstance(error, StateMismatchError)
+    assert "on_world_change" in str(error)
+    assert all(one["unchanged_rng"] is False for one in seen) or all(one["model"] == 0.0 for one in seen)
+    for one in seen:
+        assert one["model"] == 0.0
+        assert one["loader"] == bits({"position": -1, "table": torch.zeros(2)})
+        assert one["draws"] == seen[0]["draws"], "the random state is the one that all of them had"
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_on_request_per_rank_state_of_another_number_of_ranks_is_left_and_listed(
+    played: tuple[Play, Path], size: int
+) -> None:
+    for of_rank in played[0]("another_number_of_ranks")[:size]:
+        one = of_rank[size, "skip"]
+        assert one["error"] is None
+        assert one["model"] == 4.0
+        assert one["loader"] == bits({"position": -1, "table": torch.zeros(2)})
+        assert {text.partition(":")[0] for text in one["skipped"]} == {"loader", "rng"}
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_on_request_a_component_adapts_and_gets_the_states_of_all_old_ranks(
+    played: tuple[Play, Path], size: int
+) -> None:
+    seen = [of_rank[size, "adapt"] for of_rank in played[0]("another_number_of_ranks")[:size]]
+    for rank, one in enumerate(seen):
+        assert one["error"] is None
+        assert one["model"] == 4.0
+        assert one["loader"] == {"states": [{"position": 0}, {"position": 1}], "index": rank, "count": size}
+    for kind in range(3):
+        assert len({one["draws"][kind] for one in seen}) == size, "no two ranks draw the same numbers"
+    random.seed(0)
+    assert seen[0]["draws"][0] == random.random(), "an old rank's state goes on"
+
+
+def test_on_the_same_number_of_ranks_nothing_has_to_adapt(played: tuple[Play, Path]) -> None:
+    for rank, of_rank in enumerate(played[0]("another_number_of_ranks")[:2]):
+        for way in ("error", "skip"):
+            assert of_rank[2, way]["error"] is None
+            assert of_rank[2, way]["loader"] == bits({"position": rank})
+        assert of_rank[2, "adapt"]["loader"] == {"position": rank}
+
+
+def test_what_cannot_adapt_says_what_it_needs(played: tuple[Play, Path]) -> None:
+    seen = played[0]("a_component_that_cannot_adapt")
+    error = the_same_error([error for error, _ in seen])
+    assert isinstance(error, StateMismatchError)
+    assert "load_world_state" in str(error)
+    assert all(state == {"a": 9} for _, state in seen)
+
+
+def test_a_component_that_comes_after_the_restore_gets_its_state_when_it_is_attached(
+    played: tuple[Play, Path],
+) -> None:
+    seen = played[0]("late_components")
+    for rank, one in enumerate(seen):
+        assert one["attached"] == (True, {"rank": rank})
+        assert one["before"] is False
+        assert any(text.startswith("late: no such component") for text in one["skipped"])
+
+
+def test_attaching_what_the_checkpoint_does_not_have_leaves_it_as_it_is(played: tuple[Play, Path]) -> None:
+    for one in played[0]("late_components"):
+        assert one["not_there"] == (False, {"z": 1}, 0)
+
+
+@pytest.mark.guarantee("G5")
+def test_attaching_twice_or_what_does_not_fit_is_an_error_on_all(played: tuple[Play, Path]) -> None:
+    play, folder = played
+    seen = play("late_components")
+    assert isinstance(the_same_error([one["twice"] for one in seen]), UsageError)
+    assert isinstance(the_same_error([one["broken"] for one in seen]), StateMismatchError)
+    assert {component for component, _ in trees(folder / "late_components")} == {
+        "first",
+        "before",
+        "late",
+        "unknown",
+    } - {"before"}, "what could not be attached is not part of the next save"
+
+
+def test_what_is_covered_needs_no_restore_of_its_own(played: tuple[Play, Path]) -> None:
+    for loads, without_cover, skipped, restored in played[0]("covered_components"):
+        assert loads == (1, 0, 1)
+        assert "source: covered by another component" in skipped
+        assert "source" not in restored
+        assert without_cover == 1, "when what covers it is left out, it is restored itself"
+
+
+def test_of_an_adapted_model_only_what_trains_is_stored(played: tuple[Play, Path]) -> None:
+    play, folder = played
+    play("trainable_parts")
+    manifest = holdfast.resolve(folder / "trainable_parts").manifest
+    names = {tensor.name for tensor in manifest.tensors}
+    buffers = {f"model.norm.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
+    assert names == {"model.adapter.weight", "model.adapter.bias", *buffers}
+    assert "frozen:model" in manifest.guards
+
+
+def test_the_same_base_is_the_same_however_it_is_sharded(played: tuple[Play, Path]) -> None:
+    for rank, seen in enumerate(played[0]("trainable_parts")):
+        assert [seen[f"restored on {size}"] for size in (1, 2, 3) if rank < size] == [True] * max(3 - rank, 0)
+
+
+@pytest.mark.guarantee("G5")
+@pytest.mark.guarantee("G7")
+@pytest.mark.parametrize("where", ["everywhere", "rank 0", "rank 1"])
+def test_another_base_is_refused_on_all_ranks(played: tuple[Play, Path], where: str) -> None:
+    error = the_same_error([seen[f"another base, {where}"] for seen in played[0]("trainable_parts")[:2]])
+    assert isinstance(error, GuardMismatchError)
+    assert "frozen:model" in error.guards
+
+
+def test_every_rank_gets_its_own_random_state_back(played: tuple[Play, Path]) -> None:
+    seen = played[0]("random_state_of_each_rank")
+    assert all(expected == drawn for expected, drawn in seen)
+    for kind in range(3):
+        assert len({drawn[kind] for _, drawn in seen}) == 4
+
+
+def test_two_loaders_go_on_in_mid_epoch_on_every_rank(played: tuple[Play, Path]) -> None:
+    play, folder = played
+    seen = play("two_loaders_by_name")
+    for taken, expected, resumed in seen:
+        assert resumed == expected
+        assert [len(part) for part in expected] == [4, 5]
+        assert expected[0][0] not in taken
+    assert len({str(taken) for taken, _, _ in seen}) == 4
+    scopes = [f"rank-{rank:05d}" for rank in range(4)]
+    run = folder / "two_loaders_by_name"
+    assert trees(run) == [(name, scope) for name in ("train", "valid") for scope in scopes]
+
+
+@pytest.mark.guarantee("G8")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_with_workers_goes_on_in_mid_epoch(workers: int, tmp_path: Path) -> None:
+    loader = loader_of(0, 1, workers)
+    running = iter(loader)
+    taken = [next(running) for _ in range(5)]
+    with manager_of(tmp_path, {"loader": loader}) as manager:
+        manager.save(1)
+    expected = list(running)
+    resumed = loader_of(0, 1, workers)
+    with manager_of(tmp_path, {"loader": resumed}) as manager:
+        manager.restore()
+    assert list(resumed) == expected
+    assert len(taken) + len(expected) == 24

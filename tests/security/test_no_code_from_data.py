@@ -1,0 +1,78 @@
+"""Nothing in the package can turn bytes into code: no unpickling, no evaluating, no importing by data."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import holdfast
+
+SOURCE = Path(holdfast.__file__).parent
+# A tool for tests, which carries results between its own processes; it never sees a checkpoint.
+EXEMPT = {"testing/processes.py"}
+FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "yaml"}
+FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
+FORBIDDEN_METHODS = {("torch", "load"), ("numpy", "load"), ("np", "load"), ("torch.jit", "load"), ("builtins", "eval")}
+# Imports of a name that is not written there, each looked at: names of a table in the code, never of data.
+KNOWN_IMPORTS = {"__init__.py", "testing/__init__.py", "cli/__init__.py", "storage/registry.py"}
+
+
+def dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def offences(text: str) -> list[str]:
+    """What a module does that could make code of data."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name.partition(".")[0] in FORBIDDEN_MODULES]
+        elif isinstance(node, ast.ImportFrom):
+            found += [node.module or ""] if (node.module or "").partition(".")[0] in FORBIDDEN_MODULES else []
+            found += (
+                ["torch.load"] if node.module == "torch" and any(name.name == "load" for name in node.names) else []
+            )
+        elif isinstance(node, ast.Call):
+            name = dotted(node.func)
+            owner, _, method = name.rpartition(".")
+            if name in FORBIDDEN_CALLS or (owner, method) in FORBIDDEN_METHODS:
+                found.append(name)
+            if method == "import_module" or name == "import_module":
+                found += [] if node.args and isinstance(node.args[0], ast.Constant) else ["import_module"]
+    return found
+
+
+MODULES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
+
+
+@pytest.mark.guarantee("G9")
+@pytest.mark.parametrize("module", [module for module in MODULES if module not in EXEMPT])
+def test_a_module_makes_no_code_of_data(module: str) -> None:
+    found = offences((SOURCE / module).read_text())
+    if module in KNOWN_IMPORTS:
+        found = [one for one in found if one != "import_module"]
+    assert found == []
+
+
+def test_the_scan_sees_what_it_looks_for() -> None:
+    for text in (
+        "import pickle",
+        "import pickle as p",
+        "from pickle import loads",
+        "from _pickle import Unpickler",
+        "import torch\ntorch.load('x')",
+        "from torch import load",
+        "eval('1')",
+        "exec(data)",
+        "__import__(name)",
+        "import importlib\nimportlib.import_module(name)",
+        "import numpy\nnumpy.load('x')",
+        "import yaml",
+    ):
+        assert offences(text), text
+    assert offences("import importlib\nimportlib.import_module('torch')") == []
+    assert len(MODULES) > 40
