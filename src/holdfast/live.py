@@ -6,7 +6,7 @@ PyTorch's `get_optimizer_state_dict` is not used, because it steps an optimizer 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from holdfast.components import RNGState, Trainable
 from holdfast.errors import StateMismatchError, UsageError
-from holdfast.naming import clean_name, kind_of, optimizer_names, unwrap
+from holdfast.naming import clean_name, kind_of, optimizer_names, parameter_names, unwrap
 from holdfast.records import layout
 from holdfast.records.codec import encode
 from holdfast.records.state import CapturedTree
@@ -31,7 +31,16 @@ def tree_of(name: str, component: Any, state: Any, scope: str | None) -> Capture
     """The same for state that was taken already."""
     tensors: dict[str, torch.Tensor] = {}
     values = encode(state, path=name, on_tensor=_collector(name, tensors))
-    return CapturedTree(name, kind_of(name, component), scope, values, tensors)
+    kind = kind_of(name, component)
+    return CapturedTree(name, kind, scope, values, tensors, _led(component, kind, scope, tensors))
+
+
+def _led(component: Any, kind: str, scope: str | None, tensors: Mapping[str, Any]) -> Set[str]:
+    """The tensors of which the first rank's replica counts: where a user said that ranks share a state; and a model's
+    buffers, which differ between the replicas of DDP until the next forward pass gives the leader's to all."""
+    if kind == "module":
+        return tensors.keys() - set(parameter_names(unwrap(component)).values())
+    return tensors.keys() if kind == "values" and scope is not None else frozenset()
 
 
 def component_state(name: str, component: Any, components: Mapping[str, Any]) -> Any:

@@ -220,7 +220,9 @@ class _Attempt:
         trees: dict[str, list[TreeRecord]] = {}
         for tree in manifest.trees:
             trees.setdefault(tree.component, []).append(tree)
-        saved = SavedState({tensor.name: tensor for tensor in manifest.tensors}, trees, self._values)
+        saved = SavedState(
+            {tensor.name: tensor for tensor in manifest.tensors}, trees, self._values, manifest.world_size
+        )
         for name in self._chosen(trees):
             fitted = match(name, self.request.components, saved, self.request.strategy, self.place)
             if fitted.skipped:

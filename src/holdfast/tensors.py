@@ -69,6 +69,8 @@ def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
         and one.device == other.device
         and one.shape == other.shape
         and one.stride() == other.stride()
+        and one.is_conj() == other.is_conj()
+        and one.is_neg() == other.is_neg()
     )
 
 

@@ -1,18 +1,28 @@
-"""Every crash point: the machine dies, or loses its power, at each operation of two saves; then the run is restarted."""
+"""Every crash point: the machine dies, or loses its power, at each operation of two saves; then a restart."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
+from typing import Any
 
 import pytest
 
+from holdfast.catalog import Catalog
+from holdfast.errors import HoldfastError
+from holdfast.loading import LoadRequest, load
+from holdfast.ranks import Alone
+from holdfast.records.selector import Selector
+from holdfast.records.strategy import LoadStrategy
+from holdfast.saving import SaveRequest, save
 from holdfast.storage.base import Storage
 from holdfast.storage.local import LocalStorage
 from holdfast.testing import CrashingStorage, MemoryStorage, PowerLossStorage
 from holdfast.testing.simulation import simulate_ranks
-from tests.crash.runs import STEPS, Witness, run, violations
+from tests.crash.runs import STEPS, Part, Witness, run, violations
 
 SEEDS = range(8)
 RANKS = (1, 2, 3)
@@ -28,12 +38,17 @@ def scratch(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def power_cuts(n: int, scratch: Path, forget: Callable[[], Callable[[str], bool]]) -> Iterator[tuple[str, list[str]]]:
+def power_cuts(
+    n: int,
+    scratch: Path,
+    forget: Callable[[], Callable[[str], bool]],
+    door: type[PowerLossStorage] = PowerLossStorage,
+) -> Iterator[tuple[str, list[str]]]:
     """Cut the power at every call that changes the disk, look at several disks each; what is wrong with each."""
-    whole = PowerLossStorage(scratch / "whole", ignore_fsync_of=forget())
+    whole = door(scratch / "whole", ignore_fsync_of=forget())
     assert run(whole, n).committed == list(STEPS)
     for point in range(1, whole.calls + 2):
-        storage = PowerLossStorage(scratch / f"{point}", crash_at=point, ignore_fsync_of=forget())
+        storage = door(scratch / f"{point}", crash_at=point, ignore_fsync_of=forget())
         witness = run(storage, n)
         for seed in SEEDS:
             disk = scratch / f"{point}-{seed}"
@@ -116,6 +131,82 @@ NEEDED = {
 def test_without_any_one_sync_the_power_cuts_are_noticed(sync: str, scratch: Path) -> None:
     """The enumeration above can fail: each sync of the protocol that is forgotten breaks it."""
     assert any(wrong for _, wrong in power_cuts(1, scratch, NEEDED[sync]))
+
+
+class ManifestFirst(PowerLossStorage):
+    """A door that gets the order wrong: what is streamed goes down only after the manifest."""
+
+    def create(self, key: str, size_bytes: int) -> Any:
+        return _Held(self, key, size_bytes)
+
+    def put(self, key: str, data: bytes) -> None:
+        super().put(key, data)
+        if key.endswith("manifest.json"):
+            held, self.__dict__["held"] = self.__dict__.get("held", []), []
+            for name, content in held:
+                with super().create(name, len(content)) as sink:
+                    sink.write(content)
+
+
+class _Held:
+    """A sink that only remembers."""
+
+    def __init__(self, storage: ManifestFirst, key: str, size_bytes: int) -> None:
+        self.storage, self.key, self.content = storage, key, bytearray()
+
+    def write(self, data: Any) -> None:
+        self.content += data
+
+    def __enter__(self) -> _Held:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.storage.__dict__.setdefault("held", []).append((self.key, bytes(self.content)))
+
+
+@pytest.mark.guarantee("G1")
+def test_with_the_manifest_before_the_data_the_power_cuts_are_noticed(scratch: Path) -> None:
+    assert any(wrong for _, wrong in power_cuts(1, scratch, lambda: lambda path: False, ManifestFirst))
+
+
+def many_writers(storage: Storage) -> list[str]:
+    """Eight writers save the same step at the same time, none knowing of the others; what is wrong afterwards."""
+    with ThreadPoolExecutor(8) as pool:
+        together = Barrier(8)
+
+        def write(mark: int) -> str:
+            together.wait()
+            return save(SaveRequest(1, {"all": Part(mark)}), Catalog(storage), Alone()).folder
+
+        folders = list(pool.map(write, range(8)))
+    wrong = [] if len(set(folders)) == 8 else [f"two writers share a folder: {sorted(folders)}"]
+    for mark, folder in enumerate(folders):
+        part = Part()
+        try:
+            load(LoadRequest(Selector("folder", name=folder), {"all": part}, LoadStrategy()), Catalog(storage), Alone())
+        except HoldfastError as error:
+            wrong.append(str(error))
+        if part != Part(mark):
+            wrong.append(f"{folder} holds {part.mark}, not {mark}")
+    return wrong
+
+
+class Overwriting(MemoryStorage):
+    """A door without the exclusive create: the last one wins."""
+
+    def _require_free(self, key: str) -> None:
+        pass
+
+
+@pytest.mark.guarantee("G1")
+def test_writers_that_do_not_know_of_each_other_never_share_an_attempt(scratch: Path) -> None:
+    assert many_writers(MemoryStorage()) == []
+    assert many_writers(LocalStorage(scratch / "run")) == []
+
+
+@pytest.mark.guarantee("G1")
+def test_without_the_exclusive_create_two_writers_are_noticed() -> None:
+    assert any(many_writers(Overwriting()) for _ in range(20))
 
 
 def test_simulated_ranks_run_in_the_same_order_every_time(scratch: Path) -> None:

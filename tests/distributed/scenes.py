@@ -23,6 +23,7 @@ from holdfast.errors import HoldfastError
 from holdfast.testing import run_ranks, values
 
 Scene = Callable[[int, Path], Any]
+_PATIENCE_SECONDS = 30.0
 Play = Callable[[str], list[Any]]
 
 
@@ -31,9 +32,8 @@ def run_scenes(size: int, scenes: Sequence[Scene], folder: Path, *, timeout_seco
     played = values(run_ranks(size, _play, tuple(scenes), folder, timeout_seconds=timeout_seconds))
 
     def results(name: str) -> list[Any]:
-        for rank, scenes_of_rank in enumerate(played):
-            failure = scenes_of_rank[name][1]
-            assert not failure, f"rank {rank} in {name}:\n{failure}"
+        failures = [scenes_of_rank.get(name, (None, "was never played"))[1] for scenes_of_rank in played]
+        assert not any(failures), "\n".join(f"rank {rank} in {name}: {text}" for rank, text in enumerate(failures))
         return [scenes_of_rank[name][0] for scenes_of_rank in played]
 
     return results
@@ -47,7 +47,11 @@ def _play(rank: int, scenes: Sequence[Scene], folder: Path) -> dict[str, tuple[A
             played[name] = scene(rank, folder / name), ""
         except Exception:
             played[name] = None, traceback.format_exc()
-        meet(f"after {name}")
+        try:
+            meet(f"after {name}")
+        except TimeoutError:
+            # A rank that hangs in one scene cannot play the next; what was played until then is told.
+            break
     return played
 
 
@@ -58,7 +62,7 @@ def meet(name: str, size: int | None = None) -> None:
     store = dist.distributed_c10d._get_default_store()
     size = size or dist.get_world_size()
     store.add(f"meet/{name}", 1)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + _PATIENCE_SECONDS
     while store.add(f"meet/{name}", 0) < size:
         if time.monotonic() > deadline:
             raise TimeoutError(f"not all ranks came to '{name}'")

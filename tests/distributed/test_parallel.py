@@ -509,3 +509,265 @@ def test_saving_and_restoring_need_no_collectives(tmp_path: Path) -> None:
     expected = (1, ["any", "model", "optimizer", "own", "rng"])
     assert values(run_ranks(2, save_without_collectives, tmp_path, backend=None)) == [expected] * 2
     assert holdfast.verify(tmp_path).ok
+
+
+# One process: every kind of tensor
+
+
+def every_kind_of_tensor() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    whole = torch.randn(6, 8)
+    complex_numbers = torch.randn(3, 4, dtype=torch.complex64)
+    odd = torch.tensor([float("nan"), -0.0, float("inf"), 1e-45, -float("nan")])
+    kinds = {
+        "transposed": whole.t(),
+        "strided": whole[::2, 1::3],
+        "expanded": torch.arange(3.0).expand(4, 3),
+        "channels_last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "reversed_view": torch.arange(12.0).reshape(3, 4)[:, [3, 1]],
+        "scalar": torch.tensor(2.5),
+        "scalar_of_int64": torch.tensor(2**62 + 1),
+        "empty": torch.empty(0),
+        "empty_rows": torch.empty(3, 0, 2, dtype=torch.int32),
+        "empty_transposed": torch.empty(3, 0).t(),
+        "bool": torch.tensor([True, False, True]),
+        "complex64": complex_numbers,
+        "complex64_conjugate": complex_numbers.conj(),
+        "complex64_imaginary_of_conjugate": complex_numbers.conj().imag,
+        "complex64_imaginary": complex_numbers.imag,
+        "complex128": torch.randn(3, dtype=torch.complex128),
+        "complex32": torch.randn(3, dtype=torch.complex64).to(torch.complex32),
+        "odd_float32": odd,
+        "odd_float64": odd.double(),
+    }
+    for name in ("float16", "bfloat16", "int8", "int16", "uint8", "uint16", "uint32", "uint64"):
+        kinds[name] = (torch.arange(7) + 1).to(getattr(torch, name))
+        kinds[f"{name}_strided"] = (torch.arange(12) + 1).to(getattr(torch, name)).reshape(3, 4).t()[::2]
+    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"):
+        kinds[name] = torch.arange(256, dtype=torch.uint8).view(getattr(torch, name))
+        kinds[f"{name}_transposed"] = kinds[name].reshape(16, 16).t()
+    return kinds
+
+
+@pytest.mark.guarantee("G2")
+def test_every_kind_of_tensor_in_a_component_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    holder = Holder(**every_kind_of_tensor())
+    other = Holder(**{name: torch.zeros_like(tensor) for name, tensor in holder.state.items()})
+    with manager_of(tmp_path, {"holder": holder}) as manager:
+        manager.save(1)
+    assert bits(holder.state) == bits(every_kind_of_tensor()), "saving changed nothing"
+    with manager_of(tmp_path, {"holder": other}) as manager:
+        manager.restore()
+    wrong = [name for name, tensor in holder.state.items() if bits(tensor) != bits(other.state[name])]
+    assert wrong == []
+    assert holdfast.verify(tmp_path).ok
+
+
+@pytest.mark.guarantee("G2")
+def test_every_kind_of_tensor_in_a_model_comes_back_bit_for_bit_into_its_own_memory(tmp_path: Path) -> None:
+    def build(fill: bool) -> nn.Module:
+        model = nn.Module()
+        for name, tensor in every_kind_of_tensor().items():
+            if name == "expanded":
+                continue  # several elements in one memory: torch itself refuses to write to it
+            model.register_buffer(name, tensor if fill else _zeros_in_place(tensor))
+        return model
+
+    model, other = build(True), build(False)
+    with manager_of(tmp_path, {"model": model}) as manager:
+        manager.save(1)
+    places = {name: (tensor.data_ptr(), tensor.stride()) for name, tensor in other.named_buffers()}
+    with manager_of(tmp_path, {"model": other}) as manager:
+        manager.restore()
+    expected = dict(model.named_buffers())
+    wrong = [name for name, tensor in other.named_buffers() if bits(tensor) != bits(expected[name])]
+    assert wrong == []
+    assert {name: (tensor.data_ptr(), tensor.stride()) for name, tensor in other.named_buffers()} == places
+
+
+def _zeros_in_place(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory of its own with the same strides, all zero."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(torch.zeros_like(tensor))
+
+
+def test_tied_parameters_are_stored_once_and_come_back_under_both_names(tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self, start: float) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(5, 3)
+            self.head = nn.Linear(3, 5, bias=False)
+            self.head.weight = self.embed.weight
+            nn.init.constant_(self.head.weight, start)
+
+    model, other, apart = Tied(1.5), Tied(0.0), Tied(0.0)
+    apart.head.weight = nn.Parameter(torch.zeros(5, 3))
+    with manager_of(tmp_path, {"model": model}) as manager:
+        manager.save(1)
+    assert leaf_names(tmp_path) == ["model.embed.weight"]
+    for target in (other, apart):
+        with manager_of(tmp_path, {"model": target}) as manager:
+            manager.restore()
+        assert torch.all(target.embed.weight == 1.5)
+        assert torch.all(target.head.weight == 1.5)
+    assert other.head.weight is other.embed.weight
+    assert apart.head.weight is not apart.embed.weight
+    # What differs cannot be given to what is tied.
+    nn.init.constant_(apart.head.weight, 9.0)
+    with manager_of(tmp_path, {"model": apart}) as manager:
+        manager.save(2)
+    with manager_of(tmp_path, {"model": other}) as manager:
+        error = caught(manager.restore)
+    assert isinstance(error, StateMismatchError)
+    assert torch.all(other.head.weight == 1.5)
+
+
+# One process: optimizers
+
+
+def model_of(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)).to(dtype)
+
+
+@pytest.mark.guarantee("G10")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(0.25)),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.25, momentum=0.9),
+        lambda parameters: torch.optim.Adafactor(parameters, lr=0.25),
+        lambda parameters: torch.optim.LBFGS(parameters, lr=0.25),
+    ],
+    ids=["AdamW", "SGD", "Adafactor", "LBFGS"],
+)
+def test_saving_leaves_a_fresh_optimizer_fresh(make: Any, tmp_path: Path) -> None:
+    model = model_of()
+    optimizer = make(model.parameters())
+    called: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: called.append("step"))
+    optimizer.register_step_post_hook(lambda *_: called.append("stepped"))
+    optimizer.register_load_state_dict_pre_hook(lambda *_: called.append("load"))
+    model.register_forward_pre_hook(lambda *_: called.append("forward"))
+    before = bits([model.state_dict(), optimizer.state_dict()])
+    flags = [(parameter._version, parameter.requires_grad) for parameter in model.parameters()]
+    with manager_of(tmp_path, {"model": model, "optimizer": optimizer}) as manager:
+        manager.save(1)
+        manager.save(2)
+    assert called == []
+    assert len(optimizer.state) == 0
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert [(parameter._version, parameter.requires_grad) for parameter in model.parameters()] == flags
+    assert bits([model.state_dict(), optimizer.state_dict()]) == before
+    stepped = make(model.parameters())
+    if not isinstance(optimizer, torch.optim.LBFGS):
+        step_once(model, stepped)
+        with manager_of(tmp_path, {"model": model, "optimizer": stepped}) as manager:
+            manager.restore(1)
+        assert all(not state for state in stepped.state.values()), "a fresh state is restored as a fresh one"
+
+
+class WideMoments(torch.optim.Optimizer):
+    """Keeps more precision than its parameters have, in plain tensors and deeper down."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for number, parameter in enumerate(group["params"]):
+                exact = torch.full(parameter.shape, 1 / 3 + number)
+                self.state[parameter] = {
+                    "master": exact,
+                    "factors": [exact.double() / 7, {"deep": exact / 9}],
+                    "count": torch.tensor(3, dtype=torch.int64),
+                    "note": "kept",
+                }
+
+
+OPTIMIZERS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], torch.dtype]] = {
+    "AdamW": (lambda parameters: torch.optim.AdamW(parameters, lr=0.1), torch.float32),
+    "Adam amsgrad": (lambda parameters: torch.optim.Adam(parameters, lr=0.1, amsgrad=True), torch.float32),
+    "Adam, rate in a tensor": (lambda parameters: torch.optim.Adam(parameters, lr=torch.tensor(0.1)), torch.float32),
+    "Adam, bfloat16": (lambda parameters: torch.optim.Adam(parameters, lr=0.1), torch.bfloat16),
+    "SGD momentum": (lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), torch.float32),
+    "Adafactor": (lambda parameters: torch.optim.Adafactor(parameters, lr=0.1), torch.float32),
+    "wide moments, bfloat16": (WideMoments, torch.bfloat16),
+}
+
+
+@pytest.mark.guarantee("G2")
+@pytest.mark.parametrize("into", ["a fresh one", "one that has stepped"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_moments_come_back_bit_for_bit(kind: str, into: str, tmp_path: Path) -> None:
+    make, dtype = OPTIMIZERS[kind]
+    model, other = model_of(dtype), model_of(dtype, seed=1)
+    optimizer, restored = make(model.parameters()), make(other.parameters())
+    for _ in range(3):
+        step_once(model, optimizer)
+    if into == "one that has stepped":
+        step_once(other, restored)
+    restored.param_groups[0]["lr"] = (
+        type(restored.param_groups[0]["lr"])(0.7) if "tensor" not in kind else torch.tensor(0.7)
+    )
+    with manager_of(tmp_path, {"model": model, "optimizer": optimizer}) as manager:
+        manager.save(1)
+    with manager_of(tmp_path, {"model": other, "optimizer": restored}) as manager:
+        manager.restore()
+    assert bits(restored.state_dict()) == bits(optimizer.state_dict())
+    step_once(model, optimizer)
+    step_once(other, restored)
+    assert bits([other.state_dict(), restored.state_dict()]) == bits([model.state_dict(), optimizer.state_dict()])
+
+
+def test_groups_in_another_order_get_their_own_options_and_moments(tmp_path: Path) -> None:
+    def groups(model: nn.Module, order: tuple[int, ...]) -> list[dict[str, Any]]:
+        both = [
+            {"params": [model[0].weight, model[0].bias], "lr": 0.1, "weight_decay": 0.5},
+            {"params": [model[1].bias, model[1].weight], "lr": 0.2},
+        ]
+        return [both[index] for index in order]
+
+    model, other = model_of(), model_of(seed=1)
+    optimizer = torch.optim.AdamW(groups(model, (0, 1)))
+    step_once(model, optimizer)
+    with manager_of(tmp_path, {"model": model, "optimizer": optimizer}) as manager:
+        manager.save(1)
+    restored = torch.optim.AdamW(groups(other, (1, 0)))
+    for group in restored.param_groups:
+        group["lr"] = group["weight_decay"] = 0.0
+    with manager_of(tmp_path, {"model": other, "optimizer": restored}) as manager:
+        manager.restore()
+    assert [(group["lr"], group["weight_decay"]) for group in restored.param_groups] == [(0.2, 0.01), (0.1, 0.5)]
+    for layer in (0, 1):
+        for name in ("weight", "bias"):
+            mine, theirs = getattr(other[layer], name), getattr(model[layer], name)
+            assert bits(restored.state[mine]) == bits(optimizer.state[theirs])
+    one_group = torch.optim.AdamW(other.parameters())
+    with manager_of(tmp_path, {"model": other, "optimizer": one_group}) as manager:
+        error = caught(manager.restore)
+    assert isinstance(error, StateMismatchError), "parameters of two groups do not fit into one"
+    assert one_group.param_groups[0]["lr"] == 0.001
+
+
+@pytest.mark.parametrize("rate", [0.5, torch.tensor(0.5)], ids=["float", "tensor"])
+def test_a_scheduler_that_is_restored_without_its_optimizer_sets_the_rate(rate: Any, tmp_path: Path) -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+        model = model_of()
+        start = rate.clone() if isinstance(rate, torch.Tensor) else rate
+        optimizer = torch.optim.Adam(model.parameters(), lr=start)
+        return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.1)
+
+    model, optimizer, scheduler = build()
+    for _ in range(5):
+        step_once(model, optimizer)
+        scheduler.step()
+    expected = float(optimizer.param_groups[0]["lr"])
+    with manager_of(tmp_path, {"model": model, "optimizer": optimizer, "scheduler": scheduler}) as manager:
+        manager.save(1)
+    model, optimizer, scheduler = build()
+    strategy = holdfast.LoadStrategy(skip=("optimizer",))
+    with manager_of(tmp_path, {"model": model, "optimizer": optimizer, "scheduler": scheduler}) as manager:
+        manager.restore(strategy=strategy)
+    assert float(optimizer.param_groups[0]["lr"]) == expected == pytest.approx(0.005)
+    assert scheduler.last_epoch == 5
+    assert len(optimizer.state) == 0

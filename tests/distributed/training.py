@@ -1,4 +1,4 @@
-"""A small real training, in every parallel form that the tests need: dropout, shuffling loader, warm-up, accumulation."""
+"""A small real training in every parallel form that the tests need: dropout, shuffling, warm-up, accumulation."""
 
 from __future__ import annotations
 

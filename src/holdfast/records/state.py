@@ -5,7 +5,7 @@ The live tensors themselves travel in `CapturedTree`, which never leaves its pro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,7 +22,8 @@ TreeKind = Literal["module", "optimizer", "values"]
 class CapturedTree:
     """One component's state on this rank: its values, encoded, and its tensors by their path in them.
 
-    `scope` is None when the ranks must compare their states to know whether they share one.
+    `scope` is None when the ranks must compare their states to know whether they share one. `led` are the tensors whose
+    replicas may differ from rank to rank, where the first rank's is the one that counts.
     """
 
     component: str
@@ -30,6 +31,7 @@ class CapturedTree:
     scope: str | None
     values: Json
     tensors: Mapping[str, Any]
+    led: Set[str] = frozenset()
 
 
 class TreeEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -51,6 +53,7 @@ class PartEntry(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
     box: Box
     sharded: bool
+    led: bool = False
 
 
 class FrozenEntry(msgspec.Struct, frozen=True, array_like=True):

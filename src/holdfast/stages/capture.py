@@ -46,7 +46,8 @@ def take_inventory(
             mesh = mesh_of(tensor)
             if mesh is not None:
                 meshes.add(mesh)
-            parts.append(PartEntry(index, path, dtype_name(tensor), tuple(tensor.shape), box, mesh is not None))
+            shape = tuple(tensor.shape)
+            parts.append(PartEntry(index, path, dtype_name(tensor), shape, box, mesh is not None, path in tree.led))
             memory.append(local)
     return Inventory(entries, tuple(parts), tuple(sorted(meshes)), frozen), memory
 

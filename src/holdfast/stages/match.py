@@ -34,6 +34,7 @@ class SavedState:
     leaves: Mapping[str, TensorRecord]
     trees: Mapping[str, Sequence[TreeRecord]]
     values: Callable[[TreeRecord], Json]
+    world_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ def match(name: str, components: Mapping[str, Any], saved: SavedState, strategy:
     """Fit one component."""
     component = components[name]
     fitted = Fitted(name, kind_of(name, component))
-    trees = _trees_for(name, component, saved.trees[name], strategy, place)
+    trees = _trees_for(name, component, saved, strategy, place)
     if not trees:
         fitted.skipped = "its per-rank state is of another number of ranks"
         return fitted
@@ -68,17 +69,17 @@ def match(name: str, components: Mapping[str, Any], saved: SavedState, strategy:
     return fitted
 
 
-def _trees_for(
-    name: str, component: Any, trees: Sequence[TreeRecord], strategy: LoadStrategy, place: Place
-) -> list[TreeRecord]:
+def _trees_for(name: str, component: Any, saved: SavedState, strategy: LoadStrategy, place: Place) -> list[TreeRecord]:
     """The tree that this rank takes; all of them when the component adapts to another world; none to leave it."""
-    by_scope = {tree.scope: tree for tree in trees}
+    by_scope = {tree.scope: tree for tree in saved.trees[name]}
     if "" in by_scope:
         return [by_scope[""]]
     if any(scope.startswith("stage-") for scope in by_scope):
         return [_stage_tree(name, by_scope, place)]
     index, count = scopes_in_world(component, rank=place.rank, size=place.size)
-    if count == len(by_scope) and layout.rank_scope(index) in by_scope:
+    # A component need not be on every rank; the ranks of a group that share a state are counted by the group.
+    states = len(by_scope) if isinstance(component, PerRank) and component.group is not None else saved.world_size
+    if count == states and layout.rank_scope(index) in by_scope:
         return [by_scope[layout.rank_scope(index)]]
     if strategy.on_world_change == "skip":
         return []

@@ -1,6 +1,7 @@
 """Decide who writes what. Every rank's inventory enters, each rank's duty leaves. Knows no torch, no files.
 
-A leaf that several ranks hold is written once, by the rank that has least to write so far. How a sharded tensor is cut
+A leaf that several ranks hold is written once, by the rank that has least to write so far, or, where they may differ,
+by the first. How a sharded tensor is cut
 was decided by PyTorch before; here the pieces are only checked to make up the whole.
 """
 
@@ -82,15 +83,16 @@ def plan(inventories: Sequence[Inventory]) -> GlobalPlan:
 
 def frozen_guards(entries: Iterable[FrozenEntry]) -> dict[str, str]:
     """One guard per component with a frozen base, the same however the base is sharded."""
-    pieces: dict[str, dict[tuple[str, str, tuple[int, ...], Box], int]] = {}
+    # Replicas count once; where they differ, each counts, so that one rank with another base is found.
+    pieces: dict[str, dict[tuple[str, str, tuple[int, ...], Box], set[int]]] = {}
     for entry in entries:
         held = pieces.setdefault(entry.component, {})
-        held[(entry.name, entry.dtype, entry.shape, entry.box)] = entry.fingerprint
+        held.setdefault((entry.name, entry.dtype, entry.shape, entry.box), set()).add(entry.fingerprint)
     guards = {}
     for component, held in pieces.items():
         sums: dict[tuple[str, str, tuple[int, ...]], int] = {}
-        for (name, dtype, shape, _), value in held.items():
-            sums[name, dtype, shape] = (sums.get((name, dtype, shape), 0) + value) % 2**63
+        for (name, dtype, shape, _), values in held.items():
+            sums[name, dtype, shape] = (sums.get((name, dtype, shape), 0) + sum(values)) % 2**63
         guards[f"frozen:{component}"] = digest_of(
             msgspec.json.encode(sorted((list(key), v) for key, v in sums.items()))
         )
@@ -184,7 +186,8 @@ def _assign_parts(
     for holding in holdings.values():
         item_bytes = element_type(holding.plan.dtype).item_bytes
         for box, holders in holding.boxes.items():
-            rank, index = holders[0] if len(holders) == 1 else min(holders, key=lambda holder: load[holder[0]])
+            alone = len(holders) == 1 or holding.first[1].led
+            rank, index = holders[0] if alone else min(holders, key=lambda holder: load[holder[0]])
             parts[rank].append(index)
             load[rank] += box.volume * item_bytes
     for indices in parts:
