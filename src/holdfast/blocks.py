@@ -20,15 +20,15 @@ def resolve(run: Location, selector: str | int = "latest") -> Checkpoint:
 def peek(run: Location, selector: str | int = "latest") -> Checkpoint | None:
     """The checkpoint that is meant, or None where `latest` finds nothing. Loads nothing."""
     catalog, chosen = resolving.locate(run, selector)
-    if chosen.kind == "latest" and not catalog.scan().checkpoints:
+    if chosen.kind == "latest" and not catalog.holds_something():
         return None
     return catalog.find(chosen)
 
 
 def is_restart(run: Location) -> bool:
-    """Whether the run has a checkpoint to resume from."""
+    """Whether the run has a checkpoint to resume from. One that is damaged counts: such a run is not to start afresh."""
     catalog, _ = resolving.locate(run)
-    return bool(catalog.scan().checkpoints)
+    return catalog.holds_something()
 
 
 def checkpoints(run: Location) -> list[Checkpoint]:

@@ -239,6 +239,11 @@ class Catalog:
             digest = checkpoint.parent
         return line
 
+    def holds_something(self) -> bool:
+        """Whether anything was ever committed here that is still there, sound or not."""
+        scan = self.scan()
+        return bool(scan.checkpoints or scan.damaged)
+
     def open_run(self) -> str:
         """The run's id. The record is created by the first who comes; whoever loses that race reads the winner's."""
         existing = self._read_run()

@@ -157,7 +157,8 @@ class UnsupportedFormatError(HoldfastError):
 
 
 class StateMismatchError(HoldfastError, RuntimeError):
-    """Checkpoint and live objects do not fit together. No live object was changed."""
+    """Checkpoint and live objects do not fit together. No live object was changed, unless a component's own
+    `load_state_dict` raised: then the message says which components had been restored before; no model or optimizer."""
 
     def __init__(
         self,
@@ -187,7 +188,7 @@ class StateMismatchError(HoldfastError, RuntimeError):
 
 
 class GuardMismatchError(HoldfastError, ValueError):
-    """A guarded value of the checkpoint differs from the one of this run. No shard was read."""
+    """A guarded value of the checkpoint differs from the one of this run. No tensor file was opened."""
 
     def __init__(self, problem: str, *, guards: Mapping[str, Sequence[str]] | None = None, **where: Any) -> None:
         super().__init__(problem, guards={name: tuple(pair) for name, pair in (guards or {}).items()}, **where)
@@ -248,7 +249,7 @@ def error_from_record(record: Mapping[str, Any]) -> HoldfastError:
     foreign = getattr(builtins, name, None)
     if isinstance(foreign, type) and issubclass(foreign, OSError):
         return StorageError(**fields)
-    return SaveFailedError(**fields)
+    return HoldfastError(**fields)
 
 
 def _sendable(value: Any) -> Any:

@@ -125,15 +125,22 @@ def load_optimizer(
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, state in states.items():
         if isinstance(index, int) and isinstance(state, Mapping):
-            _undo_casts(optimizer.state[parameters[index]], state)
+            loaded = optimizer.state[parameters[index]]
+            loaded.update({key: _as_it_was(value, loaded.get(key)) for key, value in state.items()})
 
 
-def _undo_casts(loaded: dict[str, Any], state: Mapping[str, Any]) -> None:
-    """`load_state_dict` casts moments to their parameter's type, which is lossy where they were kept in a wider one."""
-    for key, value in state.items():
-        current = loaded.get(key)
-        if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor) and current.dtype != value.dtype:
-            loaded[key] = value.to(current.device)
+def _as_it_was(value: Any, loaded: Any) -> Any:
+    """A value as it was saved: `load_state_dict` casts moments to their parameter's type, which loses bits of any kept
+    in a wider one, and spoils texts. What it moved to another device stays there."""
+    if isinstance(value, torch.Tensor):
+        if not isinstance(loaded, torch.Tensor):
+            return value
+        return loaded if loaded.dtype == value.dtype else value.to(loaded.device)
+    if type(value) is dict and isinstance(loaded, Mapping):
+        return {key: _as_it_was(inner, loaded.get(key)) for key, inner in value.items()}
+    if type(value) in (list, tuple) and isinstance(loaded, list | tuple) and len(loaded) == len(value):
+        return type(value)(_as_it_was(inner, other) for inner, other in zip(value, loaded, strict=True))
+    return value if type(value) is type(loaded) else loaded
 
 
 def restore_state(components: Mapping[str, Any], train_state: Mapping[str, Any]) -> None:

@@ -19,13 +19,14 @@ from holdfast.components import PerRank
 from holdfast.errors import (
     CorruptCheckpointError,
     GuardMismatchError,
+    HoldfastError,
     StateMismatchError,
     StorageError,
     UsageError,
 )
 from holdfast.memory import collector_paused
 from holdfast.naming import kind_of
-from holdfast.ranks import Ranks, on_leader
+from holdfast.ranks import Ranks, on_leader, together
 from holdfast.records.codec import Json, plain
 from holdfast.records.manifest import TreeRecord
 from holdfast.records.selector import Selector
@@ -35,9 +36,9 @@ from holdfast.records.targets import Fitted
 from holdfast.stages.capture import take_frozen
 from holdfast.stages.match import Place, SavedState, match
 from holdfast.stages.plan import frozen_guards
-from holdfast.stages.read import check_only, read
+from holdfast.stages.read import check_bytes, check_sizes, read
 from holdfast.stages.resolve import candidates
-from holdfast.stages.restore import restore
+from holdfast.stages.restore import restore_tensors, restore_values
 
 logger = logging.getLogger("holdfast")
 
@@ -91,6 +92,9 @@ class _Fit(msgspec.Struct, frozen=True, array_like=True):
     trees: tuple[str, ...] = ()
 
 
+_Texts = tuple[str, ...]
+
+
 class _Verdict(msgspec.Struct, frozen=True, array_like=True):
     damage: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
@@ -99,8 +103,13 @@ class _Verdict(msgspec.Struct, frozen=True, array_like=True):
 
 def load(request: LoadRequest, catalog: Catalog, ranks: Ranks) -> Loaded | None:
     """Restore on all ranks. None when `latest` was asked of a run that has no checkpoint."""
-    with collector_paused():
-        return _load(request, catalog, ranks)
+    try:
+        with collector_paused():
+            return _load(request, catalog, ranks)
+    except HoldfastError:
+        raise
+    except Exception as error:
+        raise HoldfastError(f"the restore failed: {type(error).__name__}: {error}") from error
 
 
 def _load(request: LoadRequest, catalog: Catalog, ranks: Ranks) -> Loaded | None:
@@ -110,13 +119,16 @@ def _load(request: LoadRequest, catalog: Catalog, ranks: Ranks) -> Loaded | None
     for candidate in choice.candidates:
         attempt = _Attempt(candidate, request, catalog, ranks)
         verdict = ranks.decide("fit", attempt.fit, attempt.judge, sends=_Fit, returns=_Verdict)
-        if not verdict.damage:
-            ranks.decide("restore", attempt.restore, lambda _: None, sends=None, returns=None)
+        damage = verdict.damage or ranks.decide("check", attempt.check, _union, sends=_Texts, returns=_Texts)
+        if not damage:
+            # Components' own code first, on all ranks: if one of them refuses, no tensor has changed on any.
+            together(ranks, "restore values", attempt.restore_values, sends=None)
+            together(ranks, "restore tensors", attempt.restore_tensors, sends=None)
             return attempt.loaded(verdict, passed_over)
-        damaged += [f"{candidate.folder}: {damage}" for damage in verdict.damage]
-        passed_over += [Skipped(candidate.folder, damage) for damage in verdict.damage[:1]]
-        if request.selector.may_fall_back:
-            logger.warning("%s is damaged and passed over: %s", candidate.folder, verdict.damage[0])
+        damaged += [f"{candidate.folder}: {text}" for text in damage]
+        passed_over += [Skipped(candidate.folder, text) for text in damage[:1]]
+        if request.selector.may_fall_back and ranks.rank == 0:
+            logger.warning("%s is damaged and passed over: %s", candidate.folder, damage[0])
     if damaged:
         explicit = f"{choice.candidates[0].folder} is damaged"
         raise CorruptCheckpointError(
@@ -126,6 +138,10 @@ def _load(request: LoadRequest, catalog: Catalog, ranks: Ranks) -> Loaded | None
             advice="no live object was changed",
         )
     return None
+
+
+def _union(found: list[_Texts]) -> _Texts:
+    return tuple(sorted({text for texts in found for text in texts}))
 
 
 def _resolve(catalog: Catalog, selector: Selector) -> _Choice:
@@ -152,15 +168,13 @@ class _Attempt:
         self.values: dict[str, dict[str, Json]] = {}
 
     def fit(self) -> _Fit:
-        """This rank's part: fit every component, then make sure that every byte it needs is sound."""
+        """This rank's part: fit every component, from the manifest and the values alone."""
         try:
             self.checkpoint = self._open()
             self._fit_components()
-            damage = self._check_bytes() if not self._wrong() else []
         except (CorruptCheckpointError, StorageError) as error:
             return _Fit(damage=(str(error),))
         return _Fit(
-            damage=tuple(damage),
             missing=_all(self.fitted, "missing"),
             unused=_all(self.fitted, "unused"),
             mismatched=_all(self.fitted, "mismatched"),
@@ -194,8 +208,24 @@ class _Attempt:
         self._check_guards({entry for fit in fits for entry in fit.frozen})
         return _Verdict(missing=tuple(missing), unexpected=tuple(unexpected))
 
-    def restore(self) -> None:
-        restore(self.fitted, self.request.components, self._fill_live)
+    def check(self) -> _Texts:
+        """The damage in what this rank needs. New memory is filled right away; for live memory bytes are only checked."""
+        requests = [request for one in self.fitted for request in one.requests]
+        fresh = [request for request in requests if request.fresh]
+        live = [request for request in requests if not request.fresh]
+        problems = read(self.checkpoint, fresh, checked=self.request.verify == "full")
+        if self.request.verify == "full":
+            problems += check_bytes(self.checkpoint, live)
+        elif self.request.verify == "quick":
+            problems += check_sizes(self.checkpoint, live)
+        return tuple(str(problem) for problem in problems)
+
+    def restore_values(self) -> None:
+        restore_values(self.fitted, self.request.components)
+
+    def restore_tensors(self) -> None:
+        self._fill_live()
+        restore_tensors(self.fitted, self.request.components)
 
     def loaded(self, verdict: _Verdict, passed_over: Sequence[Skipped]) -> Loaded:
         return Loaded(
@@ -279,19 +309,6 @@ class _Attempt:
             return self.values[tree.file][tree.name]
         except KeyError:
             raise CorruptCheckpointError(f"it has no values of '{tree.name}'", file=tree.file) from None
-
-    def _wrong(self) -> bool:
-        return any(one.mismatched for one in self.fitted)
-
-    def _check_bytes(self) -> list[str]:
-        """New memory is filled right away; live memory is not touched, so its bytes are only checked."""
-        requests = [request for one in self.fitted for request in one.requests]
-        fresh = [request for request in requests if request.fresh]
-        full = self.request.verify == "full"
-        problems = read(self.checkpoint, fresh, checked=full)
-        if full:
-            problems += check_only(self.checkpoint, [request for request in requests if not request.fresh])
-        return [str(problem) for problem in problems]
 
     def _fill_live(self) -> None:
         live = [request for one in self.fitted for request in one.requests if not request.fresh]

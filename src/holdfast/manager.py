@@ -243,7 +243,7 @@ class CheckpointManager:
         self._check_open()
         if self._resume == "never":
             return False
-        return on_leader(self._ranks, "should_load", lambda: bool(self._catalog.scan().checkpoints), returns=bool)
+        return on_leader(self._ranks, "should_load", self._catalog.holds_something, returns=bool)
 
     def checkpoints(self) -> list[Checkpoint]:
         """The run's committed checkpoints, the latest first."""
@@ -252,7 +252,7 @@ class CheckpointManager:
     def peek(self, selector: str | int = "latest") -> Checkpoint | None:
         """A checkpoint without loading it; None when `latest` finds nothing."""
         catalog, chosen, explicit = self._locate(selector)
-        if not explicit and not catalog.scan().checkpoints:
+        if not explicit and not catalog.holds_something():
             return None
         return catalog.find(chosen)
 
@@ -292,7 +292,8 @@ class CheckpointManager:
         """Which checkpoint of which run; `explicit` when anything but this run's latest was asked for."""
         if _is_path(selector):
             catalog, chosen = locate(selector)  # type: ignore[arg-type]
-            return catalog, chosen, True
+            same_run = catalog.storage.url == self._catalog.storage.url
+            return self._catalog if same_run else catalog, chosen, True
         _, chosen = locate(self._catalog.storage, selector)  # type: ignore[arg-type]
         return self._catalog, chosen, chosen.kind != "latest"
 

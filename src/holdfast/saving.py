@@ -70,6 +70,8 @@ def save(request: SaveRequest, catalog: Catalog, ranks: Ranks) -> Saved:
         with collector_paused():
             return _SaveChain(request, catalog, ranks).run()
     except HoldfastError as error:
+        if type(error) is HoldfastError:  # what some rank's own code raised, passed on by its name
+            raise SaveFailedError(**{**error.fields, "step": request.step}) from error
         raise error.at(step=request.step) from error
     except Exception as error:
         raise SaveFailedError(f"{type(error).__name__}: {error}", step=request.step) from error

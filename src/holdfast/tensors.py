@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -12,6 +13,9 @@ from holdfast.errors import UsageError
 from holdfast.records.boxes import Box, strides_of, whole
 from holdfast.records.dtypes import ELEMENT_TYPES
 from holdfast.records.manifest import MeshRecord
+
+if sys.byteorder != "little":
+    raise ImportError("Holdfast stores tensors as they lie in memory, which its format wants little end first")
 
 _TORCH_DTYPES = {name: getattr(torch, name) for name in ELEMENT_TYPES if hasattr(torch, name)}
 _DTYPE_NAMES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}

@@ -570,7 +570,7 @@ def test_every_kind_of_tensor_in_a_model_comes_back_bit_for_bit_into_its_own_mem
         for name, tensor in every_kind_of_tensor().items():
             if name == "expanded":
                 continue  # several elements in one memory: torch itself refuses to write to it
-            model.register_buffer(name, tensor if fill else _zeros_in_place(tensor))
+            model.register_buffer(f"a_{name}", tensor if fill else _zeros_in_place(tensor))
         return model
 
     model, other = build(True), build(False)
@@ -706,9 +706,8 @@ def test_moments_come_back_bit_for_bit(kind: str, into: str, tmp_path: Path) -> 
         step_once(model, optimizer)
     if into == "one that has stepped":
         step_once(other, restored)
-    restored.param_groups[0]["lr"] = (
-        type(restored.param_groups[0]["lr"])(0.7) if "tensor" not in kind else torch.tensor(0.7)
-    )
+    rate = restored.param_groups[0]["lr"]
+    restored.param_groups[0]["lr"] = rate * 7
     with manager_of(tmp_path, {"model": model, "optimizer": optimizer}) as manager:
         manager.save(1)
     with manager_of(tmp_path, {"model": other, "optimizer": restored}) as manager:

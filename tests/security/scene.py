@@ -49,13 +49,16 @@ class Objects:
     def __init__(self, mark: int) -> None:
         generator = torch.Generator().manual_seed(mark)
         self.model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator))
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01 * mark)
-        self.model(torch.randn(8, 3, generator=generator)).square().sum().backward()
+        for parameter in self.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        # Drawn, not computed: the same mark must give the same bits, and a matrix product need not.
+        moments = [state[name] for state in self.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+        with torch.no_grad():
+            for tensor in (*self.model.parameters(), *self.model.buffers(), *moments):
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * 100)
         self.ledger = Ledger(mark)
 
     def components(self) -> dict[str, Any]:

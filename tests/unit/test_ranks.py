@@ -116,7 +116,7 @@ def test_every_rank_gets_the_leaders_choice_of_all_answers(size: int) -> None:
 
     total = size * (size + 1) // 2
     expected = [total, 10 * total, 100 * total, *range(size)]
-    assert simulate_ranks(size, work) == [expected] * size
+    assert simulate_ranks(size, work, timeout_seconds=5) == [expected] * size
     assert chosen_on == [0, 0, 0]
 
 
@@ -127,7 +127,7 @@ def test_what_the_leader_does_is_done_once_and_known_to_all(size: int) -> None:
     def work(ranks: Ranks) -> str:
         return on_leader(ranks, "once", lambda: done.append(ranks.rank) or "done", returns=str)
 
-    assert simulate_ranks(size, work) == ["done"] * size
+    assert simulate_ranks(size, work, timeout_seconds=5) == ["done"] * size
     assert done == [0]
 
 
@@ -186,7 +186,7 @@ def test_an_error_on_any_rank_is_raised_on_all_with_its_fields_and_that_rank(
     def work(ranks: Ranks) -> int:
         return ranks.decide("work", lambda: fail(error) if ranks.rank == failing else 1, len, sends=int, returns=int)
 
-    raised = the_same_error(simulate_ranks(3, work))
+    raised = the_same_error(simulate_ranks(3, work, timeout_seconds=5))
     assert type(raised) is type(error)
     assert raised.fields == {**error.fields, "rank": failing}
 
@@ -197,7 +197,7 @@ def test_an_error_in_the_leaders_choice_is_raised_on_all(error: HoldfastError) -
     def work(ranks: Ranks) -> int:
         return ranks.decide("work", lambda: 1, lambda _: fail(error), sends=int, returns=int)
 
-    raised = the_same_error(simulate_ranks(3, work))
+    raised = the_same_error(simulate_ranks(3, work, timeout_seconds=5))
     assert type(raised) is type(error)
     assert raised.fields == error.fields
 
@@ -241,7 +241,7 @@ def test_an_error_that_is_not_ours_keeps_its_name_and_the_original_as_its_cause(
         except SaveFailedError as error:
             return error, type(error.__cause__)
 
-    (first, first_cause), (second, second_cause) = simulate_ranks(2, work)
+    (first, first_cause), (second, second_cause) = simulate_ranks(2, work, timeout_seconds=5)
     raised = the_same_error([first, second])
     assert "KeyError" in raised.problem
     assert "lost" in raised.problem
@@ -257,7 +257,7 @@ def test_an_error_of_the_system_becomes_a_storage_error_on_all(failing: int) -> 
 
         return ranks.decide("work", mine, len, sends=int, returns=int)
 
-    raised = the_same_error(simulate_ranks(2, work))
+    raised = the_same_error(simulate_ranks(2, work, timeout_seconds=5))
     assert type(raised) is StorageError
     assert "Permission denied" in raised.problem
 
@@ -314,7 +314,7 @@ def test_ranks_go_on_agreeing_after_errors() -> None:
         return seen
 
     expected = [value for number in range(9) for value in (number % 3, number)]
-    assert simulate_ranks(3, work) == [expected] * 3
+    assert simulate_ranks(3, work, timeout_seconds=5) == [expected] * 3
 
 
 @pytest.mark.parametrize("interrupted", range(3))
@@ -331,7 +331,7 @@ def test_who_is_interrupted_sees_the_interrupt_and_all_others_an_error(
         except (KeyboardInterrupt, SystemExit, SaveFailedError) as error:
             return error
 
-    outcomes = simulate_ranks(3, work)
+    outcomes = simulate_ranks(3, work, timeout_seconds=5)
     assert type(outcomes.pop(interrupted)) is kind
     raised = the_same_error(outcomes)
     assert kind.__name__ in raised.problem
@@ -345,7 +345,7 @@ def test_an_interrupt_while_the_leader_chooses_ends_the_round_on_all() -> None:
         except (KeyboardInterrupt, SaveFailedError) as error:
             return error
 
-    leader, *followers = simulate_ranks(3, work)
+    leader, *followers = simulate_ranks(3, work, timeout_seconds=5)
     assert type(leader) is KeyboardInterrupt
     assert "KeyboardInterrupt" in the_same_error(followers).problem
 
@@ -418,7 +418,7 @@ def test_ranks_that_call_different_things_are_told_so_at_once(odd_one: int) -> N
         return on_leader(ranks, "restore" if ranks.rank == odd_one else "save", lambda: 1, returns=int)
 
     start = time.monotonic()
-    raised = the_same_error(simulate_ranks(3, work))
+    raised = the_same_error(simulate_ranks(3, work, timeout_seconds=5))
     assert time.monotonic() - start < 5
     assert isinstance(raised, RankError)
     assert "'save'" in raised.problem

@@ -180,10 +180,6 @@ def check_manifest(manifest: Manifest) -> None:
     if named is None or named.step != manifest.step:
         raise CorruptCheckpointError(f"{manifest.folder[:200]!r} is no name of a checkpoint of step {manifest.step}")
     _check_created(manifest.created)
-    try:
-        datetime.fromisoformat(manifest.created)
-    except ValueError:
-        raise CorruptCheckpointError(f"{manifest.created[:80]!r} is no time") from None
     if not _MIN_BLOCK_BYTES <= manifest.block_bytes <= _MAX_BLOCK_BYTES:
         raise CorruptCheckpointError(f"blocks of {manifest.block_bytes} bytes are outside of the limits")
     files = {file.name: file for file in manifest.files}
@@ -244,9 +240,8 @@ def _check_tensors(manifest: Manifest, files: Mapping[str, FileRecord]) -> None:
         wrong = cover_exactly([chunk.box for chunk in tensor.chunks], tensor.shape)
         if wrong is not None:
             raise CorruptCheckpointError(wrong, leaf=tensor.name)
-    for file in files.values():
-        if file.header_bytes or file.name in used:
-            _check_ranges(file, sorted(used.get(file.name, ())))
+    for name, ranges in used.items():
+        _check_ranges(files[name], sorted(ranges))
 
 
 def _check_chunk(

@@ -54,6 +54,7 @@ def match(name: str, components: Mapping[str, Any], saved: SavedState, strategy:
     if not trees:
         fitted.skipped = "its per-rank state is of another number of ranks"
         return fitted
+    fitted.trees = tuple(tree.name for tree in trees)
     # Trees that PyTorch's own planner laid out do not say what they are of; their names and shapes must do.
     if trees[0].kind not in (fitted.kind, "values"):
         raise StateMismatchError(f"it was saved as '{trees[0].kind}' and is '{fitted.kind}' now", component=name)

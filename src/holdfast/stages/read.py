@@ -32,9 +32,17 @@ def read(checkpoint: Checkpoint, requests: Sequence[Request], *, checked: bool) 
     return _run(checkpoint, (job for request in requests for job in _fills(request, checkpoint)), checked)
 
 
-def check_only(checkpoint: Checkpoint, requests: Sequence[Request]) -> list[Problem]:
+def check_bytes(checkpoint: Checkpoint, requests: Sequence[Request]) -> list[Problem]:
     """The damage that filling these targets would meet. Changes nothing."""
     return _run(checkpoint, (job for request in requests for job in _checks(request, checkpoint)), True)
+
+
+def check_sizes(checkpoint: Checkpoint, requests: Sequence[Request]) -> list[Problem]:
+    """The files that filling these targets would miss, or find of another size. Reads nothing of them."""
+    names = {overlap.chunk.file for request in requests for overlap in _overlaps(request, checkpoint)}
+    with ExitStack() as stack:
+        found = [_open(checkpoint, name, stack) for name in sorted(names)]
+    return [problem for problem in found if isinstance(problem, Problem)]
 
 
 @dataclass(frozen=True, slots=True)

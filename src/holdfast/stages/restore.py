@@ -6,7 +6,7 @@ tensor has changed. Then models and optimizers. The random state comes last: tak
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,20 +18,28 @@ from holdfast.naming import unwrap
 from holdfast.records.targets import Fitted
 
 
-def restore(fitted: Sequence[Fitted], components: Mapping[str, Any], fill: Callable[[], None]) -> None:
-    """Take everything up. `fill` brings the bytes into the live tensors' memory, at the last moment."""
-    random_states = [one for one in fitted if isinstance(unwrap(components[one.component]), RNGState)]
-    values = [one for one in fitted if one.kind == "values" and one not in random_states]
-    tensors = [one for one in fitted if one.kind != "values"]
+def restore_values(fitted: Sequence[Fitted], components: Mapping[str, Any]) -> None:
+    """Take up what goes through a component's own `load_state_dict`."""
     done: list[str] = []
-    for one in values:
-        _take_up(one, done)
-    fill()
-    for one in tensors:
-        _take_up(one, done)
+    for one in fitted:
+        if one.kind == "values" and not _is_random_state(one, components):
+            _take_up(one, done)
+
+
+def restore_tensors(fitted: Sequence[Fitted], components: Mapping[str, Any]) -> None:
+    """Take up models and optimizers, whose memory is filled by now, and the random state after everything else."""
+    done: list[str] = []
+    for one in fitted:
+        if one.kind != "values":
+            _take_up(one, done)
     _carry_learning_rates([one.component for one in fitted], components)
-    for one in random_states:
-        _take_up(one, done)
+    for one in fitted:
+        if _is_random_state(one, components):
+            _take_up(one, done)
+
+
+def _is_random_state(fitted: Fitted, components: Mapping[str, Any]) -> bool:
+    return isinstance(unwrap(components[fitted.component]), RNGState)
 
 
 def _take_up(fitted: Fitted, done: list[str]) -> None:

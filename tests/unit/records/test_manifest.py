@@ -386,7 +386,6 @@ def test_a_right_digest_does_not_make_hostile_content_right(attack: str) -> None
         decode_manifest(data)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert caught.value.file == layout.MANIFEST
     assert len(str(caught.value)) < 10_000
     assert peak < 20 * len(data) + 200_000
 
