@@ -26,7 +26,7 @@ def peek(run: Location, selector: str | int = "latest") -> Checkpoint | None:
 
 
 def is_restart(run: Location) -> bool:
-    """Whether the run has a checkpoint to resume from. One that is damaged counts: such a run is not to start afresh."""
+    """Whether the run has a checkpoint to resume from. A damaged one counts: such a run must not start afresh."""
     catalog, _ = resolving.locate(run)
     return catalog.holds_something()
 

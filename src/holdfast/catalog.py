@@ -73,15 +73,15 @@ class Checkpoint:
 
     @cached_property
     def metrics(self) -> Mapping[str, Any]:
-        return _mapping(self._decoded("metrics", self.manifest.metrics))
+        return self._each_decoded("metrics", self.manifest.metrics)
 
     @cached_property
     def progress(self) -> Mapping[str, Any]:
-        return _mapping(self._decoded("progress", self.manifest.progress))
+        return self._each_decoded("progress", self.manifest.progress)
 
     @cached_property
     def extra(self) -> Mapping[str, Any]:
-        return _mapping(self._decoded("extra", self.manifest.extra))
+        return self._each_decoded("extra", self.manifest.extra)
 
     @cached_property
     def config(self) -> Any:
@@ -109,6 +109,10 @@ class Checkpoint:
 
     def _decoded(self, name: str, value: Any) -> Any:
         return decode(value, path=name, tensor=None)
+
+    def _each_decoded(self, name: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Value by value: the keys are the user's own, whatever they look like."""
+        return MappingProxyType({key: self._decoded(f"{name}.{key}", value) for key, value in values.items()})
 
     def __repr__(self) -> str:
         return f"Checkpoint(step={self.step}, sequence={self.sequence}, path={self.path!r})"
@@ -337,11 +341,18 @@ def _best(scan: Scan, selector: Selector) -> Checkpoint | None:
     sign = -1.0 if selector.mode == "max" else 1.0
 
     def rank(checkpoint: Checkpoint) -> tuple[bool, float, int]:
-        value = float(checkpoint.metrics[metric])
+        value = _as_float(checkpoint.metrics[metric])
         return (value != value, sign * value if value == value else 0.0, -checkpoint.sequence)
 
     ranked = [found for found in scan.checkpoints if isinstance(found.metrics.get(metric), int | float)]
     return min(ranked, key=rank, default=None)
+
+
+def _as_float(value: int | float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return float("inf") if value > 0 else float("-inf")
 
 
 def _only_metric(scan: Scan) -> str:
@@ -362,10 +373,6 @@ def _unreadable(damaged: tuple[Skipped, ...], selector: Selector) -> list[Skippe
         return []
     names = ((layout.parse_folder(skipped.folder), skipped) for skipped in damaged)
     return [skipped for parsed, skipped in names if parsed is not None and parsed.step == selector.step]
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return MappingProxyType(dict(value))
 
 
 def _now() -> str:

@@ -128,14 +128,33 @@ def get_rng_state() -> dict[str, Any]:
     return state
 
 
+def check_rng_state(state: Any) -> None:
+    """Refuse what is no random state, without touching the process's own."""
+    import numpy
+    import torch
+
+    names = set(state) if isinstance(state, Mapping) else set()
+    if names - {"python", "numpy", "torch", "cuda"} or not {"python", "numpy", "torch"} <= names:
+        raise StateMismatchError(f"this is no random state: it has {sorted(map(str, names))}")
+    try:
+        random.Random().setstate(state["python"])
+        numpy.random.RandomState().set_state(state["numpy"])
+    except (TypeError, ValueError, KeyError, IndexError, OverflowError) as error:
+        raise StateMismatchError(f"this is no random state of Python and NumPy: {error}") from None
+    ours = torch.get_rng_state()
+    devices = state.get("cuda", [])
+    if not isinstance(devices, list) or not all(isinstance(one, torch.Tensor) for one in (state["torch"], *devices)):
+        raise StateMismatchError("this is no random state of torch: it holds no tensors")
+    if state["torch"].dtype != ours.dtype or state["torch"].shape != ours.shape:
+        raise StateMismatchError("this is no random state of torch on a CPU: its size is another one")
+
+
 def set_rng_state(state: Mapping[str, Any]) -> None:
     """Put the random state of this process back. Devices that the state does not know keep theirs."""
     import numpy
     import torch
 
-    unknown = set(state) - {"python", "numpy", "torch", "cuda"}
-    if unknown or not {"python", "numpy", "torch"} <= set(state):
-        raise StateMismatchError(f"this is no random state: it has {sorted(state)}")
+    check_rng_state(state)
     random.setstate(state["python"])
     numpy.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"].cpu())

@@ -166,6 +166,7 @@ class _Attempt:
         self.skipped: list[str] = []
         self.absent: list[str] = []
         self.values: dict[str, dict[str, Json]] = {}
+        self.present: set[str] = set()
 
     def fit(self) -> _Fit:
         """This rank's part: fit every component, from the manifest and the values alone."""
@@ -209,7 +210,7 @@ class _Attempt:
         return _Verdict(missing=tuple(missing), unexpected=tuple(unexpected))
 
     def check(self) -> _Texts:
-        """The damage in what this rank needs. New memory is filled right away; for live memory bytes are only checked."""
+        """The damage in what this rank needs. New memory is filled right away; live memory's bytes are only checked."""
         requests = [request for one in self.fitted for request in one.requests]
         fresh = [request for request in requests if request.fresh]
         live = [request for request in requests if not request.fresh]
@@ -250,9 +251,8 @@ class _Attempt:
         trees: dict[str, list[TreeRecord]] = {}
         for tree in manifest.trees:
             trees.setdefault(tree.component, []).append(tree)
-        saved = SavedState(
-            {tensor.name: tensor for tensor in manifest.tensors}, trees, self._values, manifest.world_size
-        )
+        leaves = {tensor.name: tensor for tensor in manifest.tensors}
+        saved = SavedState(leaves, trees, self._values, self._require_file, manifest.world_size)
         for name in self._chosen(trees):
             fitted = match(name, self.request.components, saved, self.request.strategy, self.place)
             if fitted.skipped:
@@ -309,6 +309,17 @@ class _Attempt:
             return self.values[tree.file][tree.name]
         except KeyError:
             raise CorruptCheckpointError(f"it has no values of '{tree.name}'", file=tree.file) from None
+
+    def _require_file(self, name: str) -> None:
+        """A file that is as large as the manifest says: whoever takes memory by the manifest's word asks first."""
+        if name not in self.present:
+            record = next(file for file in self.checkpoint.manifest.files if file.name == name)
+            with self.checkpoint.storage.open(self.checkpoint.key(name)) as source:
+                if source.size_bytes != record.size_bytes:
+                    raise CorruptCheckpointError(
+                        f"has {source.size_bytes} bytes, the manifest says {record.size_bytes}", file=name
+                    )
+            self.present.add(name)
 
     def _fill_live(self) -> None:
         live = [request for one in self.fitted for request in one.requests if not request.fresh]

@@ -15,7 +15,6 @@ from holdfast.errors import (
     GuardMismatchError,
     HoldfastError,
     RankError,
-    SaveFailedError,
     StateMismatchError,
     StorageError,
     UsageError,
@@ -238,7 +237,7 @@ def test_an_error_that_is_not_ours_keeps_its_name_and_the_original_as_its_cause(
         work_or_fail = (lambda: fail(KeyError("lost"))) if ranks.rank == failing else (lambda: 1)
         try:
             return ranks.decide("work", work_or_fail, len, sends=int, returns=int)
-        except SaveFailedError as error:
+        except HoldfastError as error:
             return error, type(error.__cause__)
 
     (first, first_cause), (second, second_cause) = simulate_ranks(2, work, timeout_seconds=5)
@@ -328,7 +327,7 @@ def test_who_is_interrupted_sees_the_interrupt_and_all_others_an_error(
 
         try:
             return ranks.decide("work", mine, len, sends=int, returns=int)
-        except (KeyboardInterrupt, SystemExit, SaveFailedError) as error:
+        except (KeyboardInterrupt, SystemExit, HoldfastError) as error:
             return error
 
     outcomes = simulate_ranks(3, work, timeout_seconds=5)
@@ -342,7 +341,7 @@ def test_an_interrupt_while_the_leader_chooses_ends_the_round_on_all() -> None:
     def work(ranks: Ranks) -> Any:
         try:
             return on_leader(ranks, "work", lambda: fail(KeyboardInterrupt()), returns=int)
-        except (KeyboardInterrupt, SaveFailedError) as error:
+        except (KeyboardInterrupt, HoldfastError) as error:
             return error
 
     leader, *followers = simulate_ranks(3, work, timeout_seconds=5)

@@ -63,7 +63,7 @@ from holdfast.records.state import Receipt
 from holdfast.records.targets import Request
 from holdfast.records.tensorfile import FramedChunk, frame
 from holdfast.stages.commit import Facts, Listing, commit
-from holdfast.stages.read import check_only, read
+from holdfast.stages.read import check_bytes, read
 from holdfast.stages.resolve import Location, resolve
 from holdfast.stages.stage import split, values_file
 from holdfast.stages.write import write
@@ -536,7 +536,7 @@ class HoldfastReader(StorageReader):  # type: ignore[misc]
         contents = self._opened()
         if self._verify == "full":
             wanted = [contents.request(item, None) for item in plan.items if item.type == LoadItemType.TENSOR]
-            _refuse_damage(check_only(contents.checkpoint, wanted), contents.checkpoint)
+            _refuse_damage(check_bytes(contents.checkpoint, wanted), contents.checkpoint)
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 contents.value(item.storage_index.fqn)

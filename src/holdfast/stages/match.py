@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor, Replicate
 
-from holdfast.components import PerRank, RNGState, Trainable
+from holdfast.components import PerRank, RNGState, Trainable, check_rng_state
 from holdfast.errors import CorruptCheckpointError, StateMismatchError
 from holdfast.live import component_state, live_tree, load_optimizer, own_tensors, tree_of
 from holdfast.naming import kind_of, optimizer_names, scopes_in_world, unwrap
@@ -34,6 +33,7 @@ class SavedState:
     leaves: Mapping[str, TensorRecord]
     trees: Mapping[str, Sequence[TreeRecord]]
     values: Callable[[TreeRecord], Json]
+    require_file: Callable[[str], None]
     world_size: int
 
 
@@ -111,6 +111,32 @@ def _stage_tree(name: str, by_scope: Mapping[str, TreeRecord], place: Place) -> 
     return by_scope[scope]
 
 
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """Values whose tensors are not filled yet. `preview` has the right form; what is made *from* a tensor's content, as
+    an array in another byte order is, is only right in `value()`, which makes it anew when the tensors are filled."""
+
+    preview: Any
+    value: Callable[[], Any]
+
+    @classmethod
+    def of(cls, value: Any) -> _Pending:
+        return cls(value, lambda: value)
+
+    @classmethod
+    def decode(cls, values: Json, path: str, target: Callable[[str], torch.Tensor]) -> _Pending:
+        """Check the values now, with a target for each tensor that they name."""
+        targets: dict[str, torch.Tensor] = {}
+
+        def find(reference: str) -> torch.Tensor:
+            if reference not in targets:
+                targets[reference] = target(reference)
+            return targets[reference]
+
+        preview = decode(values, path=path, tensor=find)
+        return cls(preview, lambda: decode(values, path=path, tensor=find))
+
+
 class _Matcher:
     """Fits one component; writes what it finds into its `Fitted`."""
 
@@ -147,14 +173,16 @@ class _Matcher:
         self._note_unused(tree, [key for key in saved_values if key not in live_values])
         for path, keys in wanted.items():
             self._want(tree, live.tensors[path], keys, saved_values)
+        decoded = {
+            key: decode(value, path=layout.leaf_name(tree.name, key), tensor=None) for key, value in extras.items()
+        }
         strict = not isinstance(self.component, Trainable)
 
         def take_up() -> None:
             # The tensors in it are the live ones, filled by now: what is left to do is what the modules' own hooks and
             # extra states want to do.
             state.update(own_tensors(module, state))
-            for key, value in extras.items():
-                state[key] = decode(value, path=f"{tree.name}.{key}", tensor=None)
+            state.update(decoded)
             set_model_state_dict(module, state, options=StateDictOptions(strict=strict))
 
         self.fitted.take_up = take_up
@@ -166,18 +194,18 @@ class _Matcher:
         saved_values = _object(self.saved.values(tree), tree)
         saved_state = _object(saved_values.get("state", {}), tree)
         groups = [_object(group, tree) for group in _list(saved_values.get("param_groups", []), tree)]
-        known = {name for group in groups for name in _list(group.get("params"), tree)}
+        known = {name for group in groups for name in _names(group.get("params"), tree)}
         self.fitted.missing += [layout.leaf_name(tree.name, f"state.{name}") for name in names if name not in known]
         self._note_unused(tree, [f"state.{name}" for name in sorted(known - set(names))])
         packed_groups = _packed_groups(optimizer, names, groups, self.fitted)
-        states: dict[Any, Any] = {}
+        states: dict[Any, _Pending] = {}
         for index, name in enumerate(names):
             if name in saved_state:
                 state = self._match_parameter(tree, saved_state[name], optimizer, parameters[index], name)
                 if state is not None:
                     states[index] = state
             elif name not in known and parameters[index] in optimizer.state:
-                states[index] = optimizer.state[parameters[index]]
+                states[index] = _Pending.of(dict(optimizer.state[parameters[index]]))
         for name in saved_state.keys() - known:
             states[name] = self._decode(tree, saved_state[name], f"state.{name}")
         rest = {
@@ -186,19 +214,31 @@ class _Matcher:
             if key not in ("state", "param_groups")
         }
         decoded = [self._decode(tree, group, "param_groups") for group in packed_groups]
-        self.fitted.take_up = partial(load_optimizer, optimizer, states, decoded, rest)
+
+        def take_up() -> None:
+            values = {key: state.value() for key, state in states.items()}
+            options = [group.value() for group in decoded]
+            load_optimizer(optimizer, values, options, {key: pending.value() for key, pending in rest.items()})
+
+        self.fitted.take_up = take_up
 
     def match_values(self, tree: TreeRecord) -> None:
         state = self._decode(tree, self.saved.values(tree), "", self._template(tree))
-        self.fitted.take_up = lambda: unwrap(self.component).load_state_dict(state)
+        if isinstance(unwrap(self.component), RNGState):
+            # It is taken up last, when everything else has changed: what is wrong with it must be known before. Its
+            # tensors are not filled yet, so only the rest can be looked at.
+            check_rng_state(state.preview)
+        self.fitted.take_up = lambda: unwrap(self.component).load_state_dict(state.value())
 
     def match_world(self, trees: Sequence[TreeRecord], index: int, count: int) -> None:
         states = [self._decode(tree, self.saved.values(tree), "") for tree in trees]
-        self.fitted.take_up = lambda: unwrap(self.component).load_world_state(states, index, count)
+        self.fitted.take_up = lambda: unwrap(self.component).load_world_state(
+            [state.value() for state in states], index, count
+        )
 
     def _match_parameter(
         self, tree: TreeRecord, values: Json, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, name: str
-    ) -> Any:
+    ) -> _Pending | None:
         """The state of one parameter: in the optimizer's own memory where it has some, else in new memory like it."""
         prefix = f"state.{name}."
         live = optimizer.state.get(parameter, {})
@@ -208,7 +248,7 @@ class _Matcher:
             else []
         )
         if [leaf for leaf in names if self._excluded(leaf)]:
-            return dict(live) or None
+            return _Pending.of(dict(live)) if live else None
 
         def target(reference: str) -> torch.Tensor:
             leaf = self._leaf(tree, reference)
@@ -218,9 +258,12 @@ class _Matcher:
                 self.fitted.mismatched.append(f"{leaf.name}: {wrong}")
             if isinstance(current, torch.Tensor) and _fits(leaf, current):
                 return self._fill(leaf, current, fresh=False)
-            return self._fill(leaf, _like_parameter(leaf, parameter), fresh=True)
+            return self._fill(leaf, self._like_parameter(leaf, parameter), fresh=True)
 
-        return decode(values, path=layout.leaf_name(tree.name, f"state.{name}"), tensor=target)
+        state = _Pending.decode(values, layout.leaf_name(tree.name, f"state.{name}"), target)
+        if not _is_optimizer_state(state.preview):
+            raise CorruptCheckpointError(f"the state of '{name}' is not what an optimizer has", file=tree.file)
+        return state
 
     def _want(
         self, tree: TreeRecord, tensor: torch.Tensor, keys: Sequence[str], saved_values: Mapping[str, Json]
@@ -253,7 +296,7 @@ class _Matcher:
 
     def _decode(
         self, tree: TreeRecord, values: Json, path: str, template: Mapping[str, torch.Tensor] | None = None
-    ) -> Any:
+    ) -> _Pending:
         def target(reference: str) -> torch.Tensor:
             leaf = self._leaf(tree, reference)
             live = (template or {}).get(reference)
@@ -262,15 +305,31 @@ class _Matcher:
             if live is not None and is_sharded(live) and _fits(leaf, live):
                 return self._fill(leaf, torch.empty_like(live), fresh=True)
             device = live.device if live is not None else torch.device("cpu")
-            return self._fill(leaf, torch.empty(leaf.shape, dtype=torch_dtype(leaf.dtype), device=device), fresh=True)
+            return self._fill(leaf, self._new_memory(leaf, device), fresh=True)
 
-        return decode(values, path=layout.leaf_name(tree.name, path), tensor=target)
+        return _Pending.decode(values, layout.leaf_name(tree.name, path), target)
 
     def _fill(self, leaf: TensorRecord, tensor: torch.Tensor, *, fresh: bool) -> torch.Tensor:
         box, local = held_piece(tensor, leaf=leaf.name)
         if box.volume:
             self.fitted.requests.append(Request(leaf, box, local, fresh))
         return tensor
+
+    def _like_parameter(self, leaf: TensorRecord, parameter: torch.Tensor) -> torch.Tensor:
+        """New memory for a piece of optimizer state, sharded like the parameter that it belongs to."""
+        if tuple(parameter.shape) == leaf.shape and len(leaf.shape) > 0:
+            return torch.empty_like(parameter.detach(), dtype=torch_dtype(leaf.dtype))
+        full = self._new_memory(leaf, parameter.device if leaf.sharded or leaf.shape else torch.device("cpu"))
+        if leaf.sharded and isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            return DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return full
+
+    def _new_memory(self, leaf: TensorRecord, device: torch.device) -> torch.Tensor:
+        """Memory for a whole leaf, once it is known that there are as many bytes to fill it with."""
+        for chunk in leaf.chunks:
+            self.saved.require_file(chunk.file)
+        return torch.empty(leaf.shape, dtype=torch_dtype(leaf.dtype), device=device)
 
     def _leaf(self, tree: TreeRecord, reference: str) -> TensorRecord:
         name = layout.leaf_name(tree.name, reference)
@@ -305,18 +364,6 @@ def _misfit(leaf: TensorRecord, parameter: torch.Tensor) -> str | None:
     return f"{list(leaf.shape)} in the checkpoint, for a parameter of {list(parameter.shape)}"
 
 
-def _like_parameter(leaf: TensorRecord, parameter: torch.Tensor) -> torch.Tensor:
-    """New memory for a piece of optimizer state, sharded like the parameter that it belongs to."""
-    dtype = torch_dtype(leaf.dtype)
-    if tuple(parameter.shape) == leaf.shape and len(leaf.shape) > 0:
-        return torch.empty_like(parameter.detach(), dtype=dtype)
-    full = torch.empty(leaf.shape, dtype=dtype, device=parameter.device if leaf.sharded or leaf.shape else "cpu")
-    if leaf.sharded and isinstance(parameter, DTensor):
-        mesh = parameter.device_mesh
-        return DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return full
-
-
 def _packed_groups(
     optimizer: torch.optim.Optimizer, names: Sequence[str], groups: Sequence[dict[str, Json]], fitted: Fitted
 ) -> list[dict[str, Any]]:
@@ -348,6 +395,13 @@ def _options_of_empty_group(
     return [plain]
 
 
+def _is_optimizer_state(state: Any) -> bool:
+    """Whether `load_state_dict` of torch's optimizers takes it: they count in `step`, and would stumble over the rest."""
+    if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
+        return False
+    return isinstance(state.get("step", 0), torch.Tensor | int | float)
+
+
 def _reference(value: Json) -> str | None:
     reference = value.get("$tensor") if isinstance(value, dict) else None
     return reference if isinstance(reference, str) else None
@@ -357,6 +411,13 @@ def _object(value: Json, tree: TreeRecord) -> dict[str, Json]:
     if not isinstance(value, dict) or any(key.startswith("$") for key in value):
         raise CorruptCheckpointError(f"the values of '{tree.name}' have no names", file=tree.file)
     return value
+
+
+def _names(value: Json, tree: TreeRecord) -> list[str]:
+    names = _list(value, tree)
+    if not all(isinstance(name, str) for name in names):
+        raise CorruptCheckpointError(f"the values of '{tree.name}' name parameters by something else", file=tree.file)
+    return names
 
 
 def _list(value: Json, tree: TreeRecord) -> list[Any]:
