@@ -1,7 +1,7 @@
 """How long does a verified restore take? Holdfast, its peers, and a bare read of the same bytes, in the same run.
 
-The files are in the page cache for everybody. "Into live tensors" overwrites a model and an optimizer that have trained;
-"into a fresh optimizer" is what a restarted run does: the model is there, the optimizer has no state yet.
+The files are in the page cache for everybody. "Live tensors" overwrites a model and an optimizer that have trained;
+"fresh optimizer" is what a restarted run does: the model is there, the optimizer has no state yet.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from measure import Contender, interleave, store, table
 from safetensors.torch import load_file, save_file
-from states import flat, gpt, size_of
 
 import holdfast
+from measure import Contender, interleave, store, table
+from states import flat, gpt, size_of
 
 PIECE_BYTES = 8 << 20
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from measure import Contender, interleave, store, table
 from safetensors.torch import save_file
-from states import Many, flat, gpt, size_of
 
 import holdfast
+from measure import Contender, interleave, store, table
+from states import Many, flat, gpt, size_of
 
 PIECE_BYTES = 8 << 20
 

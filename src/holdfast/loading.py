@@ -172,6 +172,7 @@ class _Attempt:
         """This rank's part: fit every component, from the manifest and the values alone."""
         try:
             self.checkpoint = self._open()
+            self._check_guards(self.request.guards)
             self._fit_components()
         except (CorruptCheckpointError, StorageError) as error:
             return _Fit(damage=(str(error),))
@@ -206,7 +207,7 @@ class _Attempt:
                 advice="no live object was changed; LoadStrategy(strict=False) accepts missing and unexpected leaves, "
                 "exclude= leaves some out",
             )
-        self._check_guards({entry for fit in fits for entry in fit.frozen})
+        self._check_guards(frozen_guards({entry for fit in fits for entry in fit.frozen}))
         return _Verdict(missing=tuple(missing), unexpected=tuple(unexpected))
 
     def check(self) -> _Texts:
@@ -333,17 +334,17 @@ class _Attempt:
                 advice="restore another one before you go on",
             )
 
-    def _check_guards(self, frozen: set[FrozenEntry]) -> None:
-        """Compare what both sides name. A frozen base is a guard that makes itself."""
+    def _check_guards(self, live: Mapping[str, Json]) -> None:
+        """Compare what both sides name."""
         saved = self.checkpoint.manifest.guards
-        live = {**self.request.guards, **frozen_guards(frozen)}
         names = sorted(saved.keys() & live.keys())
         wrong = {name: (_show(saved[name]), _show(live[name])) for name in names if saved[name] != live[name]}
         if not wrong:
             return
         text = "; ".join(f"{name}: {old} in the checkpoint, {new} now" for name, (old, new) in wrong.items())
         if self.request.strategy.on_guard_mismatch == "warn":
-            logger.warning("guards differ, and are passed over on request: %s", text)
+            if self.place.rank == 0:
+                logger.warning("guards differ, and are passed over on request: %s", text)
             return
         raise GuardMismatchError(
             f"guards differ: {text}",

@@ -231,6 +231,36 @@ def _note(calls: list[object], *arguments: object) -> None:
     calls.append(arguments)
 
 
+@pytest.mark.guarantee("G2")
+def test_arrays_come_back_in_any_order_of_bytes_and_memory(tmp_path: Path) -> None:
+    arrays = {
+        "foreign": numpy.arange(1000, dtype=">i4"),
+        "columns": numpy.asfortranarray(numpy.random.rand(40, 50)),
+        "reversed": numpy.arange(2000)[::-2],
+        "half": numpy.arange(900, dtype=numpy.float16),
+        "text": numpy.array(["a", "bc"]),
+    }
+
+    class Arrays:
+        def __init__(self, arrays: dict[str, numpy.ndarray]) -> None:
+            self.arrays = arrays
+
+        def state_dict(self) -> dict[str, Any]:
+            return self.arrays
+
+        def load_state_dict(self, state: Mapping[str, Any]) -> None:
+            self.arrays = dict(state)
+
+    with holdfast.CheckpointManager(tmp_path, {"arrays": Arrays(arrays)}) as manager:
+        manager.save(0)
+    fresh = Arrays({})
+    with holdfast.CheckpointManager(tmp_path, {"arrays": fresh}) as manager:
+        manager.restore()
+    for name, array in arrays.items():
+        assert fresh.arrays[name].dtype == array.dtype
+        assert numpy.array_equal(fresh.arrays[name], array), name
+
+
 # Which checkpoint
 
 
@@ -370,6 +400,29 @@ def test_verify_off_and_quick_look_at_less(run: Path) -> None:
         assert manager.restore().step == 2
 
 
+@pytest.mark.guarantee("G7")
+def test_a_quick_look_finds_a_short_file_before_live_tensors_change(run: Path) -> None:
+    state = {"model": parts(5)["model"]}
+    before = copy.deepcopy(state["model"].state_dict())
+    (run / "step-000000003" / "rank-00000.safetensors").write_bytes(b"short")
+    with holdfast.CheckpointManager(run, state, rng=False, verify="quick") as manager:
+        with pytest.raises(holdfast.CorruptCheckpointError, match="has 5 bytes"):
+            manager.restore(3)
+        assert same(before, state["model"].state_dict())
+        assert manager.restore().step == 2
+
+
+@pytest.mark.guarantee("G11")
+def test_a_run_with_nothing_but_damage_is_a_restart(run: Path) -> None:
+    for step in (1, 2, 3):
+        (run / f"step-{step:09d}" / "manifest.json").write_text("garbage")
+    assert holdfast.is_restart(run)
+    with pytest.raises(holdfast.CorruptCheckpointError):
+        holdfast.peek(run)
+    with holdfast.CheckpointManager(run, parts()) as manager:
+        assert manager.should_load()
+
+
 # Partial loads
 
 
@@ -477,6 +530,24 @@ def test_guards_are_compared_before_anything_is_read(tmp_path: Path, caplog: pyt
         assert manager.restore(guards={"vocabulary": 50304}, strategy=warn).resumed
         assert "50304" in caplog.text
         assert manager.restore(guards={"vocabulary": 50257, "only here": 1}).resumed
+
+
+def test_guards_are_compared_before_a_tensor_file_is_opened(run: Path) -> None:
+    for file in run.glob("step-*/*.safetensors"):
+        file.unlink()
+    with holdfast.CheckpointManager(run, parts()) as manager:
+        manager.save(9, guards={"vocabulary": 1})
+        for file in run.glob("step-000000009/*.safetensors"):
+            file.unlink()
+        with pytest.raises(holdfast.GuardMismatchError):
+            manager.restore(9, guards={"vocabulary": 2})
+
+
+def test_a_path_into_the_run_itself_stays_on_its_line(run: Path) -> None:
+    with holdfast.CheckpointManager(run, parts()) as manager:
+        manager.restore(f"{run}@2")
+        assert manager.save(2).skipped
+        assert manager.save(4).wait().parent == holdfast.resolve(run, 2).digest
 
 
 # What does not fit

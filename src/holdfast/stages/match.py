@@ -396,7 +396,7 @@ def _options_of_empty_group(
 
 
 def _is_optimizer_state(state: Any) -> bool:
-    """Whether `load_state_dict` of torch's optimizers takes it: they count in `step`, and would stumble over the rest."""
+    """Whether `load_state_dict` of torch's optimizers takes it: they count in `step`, and stumble over the rest."""
     if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
         return False
     return isinstance(state.get("step", 0), torch.Tensor | int | float)

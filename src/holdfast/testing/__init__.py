@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from holdfast.testing.contract import StorageContract
     from holdfast.testing.power import PowerLossDisk, PowerLossStorage
     from holdfast.testing.processes import Outcome, run_ranks, values
+    from holdfast.testing.simulation import simulate_ranks
     from holdfast.testing.storages import CrashingStorage, FullStorage, MemoryStorage, SimulatedCrash, SlowStorage
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "SlowStorage",
     "StorageContract",
     "run_ranks",
+    "simulate_ranks",
     "values",
 ]
 
@@ -39,6 +41,7 @@ _MODULES = {
     "SlowStorage": "storages",
     "StorageContract": "contract",
     "run_ranks": "processes",
+    "simulate_ranks": "simulation",
     "values": "processes",
 }
 
