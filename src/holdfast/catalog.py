@@ -24,6 +24,7 @@ from holdfast.errors import (
     KeyExistsError,
     KeyMissingError,
     UnsupportedFormatError,
+    UsageError,
 )
 from holdfast.records import layout
 from holdfast.records.codec import decode
@@ -261,20 +262,42 @@ class Catalog:
         self.storage.sync("")
         return record.run_id
 
-    def claim(self, step: int, world_size: int) -> str:
-        """Take the next free name for an attempt at a step. Two that try at once get two names."""
+    def claim(self, step: int, world_size: int) -> tuple[str, str]:
+        """Take the next free name for an attempt at a step, and the claim that is laid down in it. Two that try at once
+        get two names."""
         taken = {
             parsed.attempt for name in self._names() if (parsed := layout.parse_folder(name)) and parsed.step == step
         }
         attempt = max(taken, default=0) + 1
-        who = {"host": socket.gethostname(), "process": os.getpid(), "started": _now(), "world_size": world_size}
+        claim = uuid.uuid4().hex
+        who = {
+            "claim": claim,
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+            "started": _now(),
+            "world_size": world_size,
+        }
         while True:
             folder = layout.folder_name(step, attempt)
             try:
                 self.storage.put(layout.key(folder, layout.ATTEMPT), msgspec.json.encode(who) + b"\n")
-                return folder
+                return folder, claim
             except KeyExistsError:
                 attempt += 1
+
+    def require_claim(self, folder: str, claim: str) -> None:
+        """Make sure that this rank sees what the leader sees. A path may be a disk of its own on every machine, and
+        ranks may have been given different runs: each would write its part of the checkpoint to another place."""
+        try:
+            found = msgspec.json.decode(self.storage.read(layout.key(folder, layout.ATTEMPT), _MAX_RUN_BYTES))
+        except (KeyMissingError, msgspec.MsgspecError):
+            found = {}
+        if found.get("claim") != claim:
+            raise UsageError(
+                f"this rank does not see the folder {folder} that the leader has just made",
+                run=self.storage.url,
+                advice="give all ranks the same run, on storage that all of them share",
+            )
 
     def add(self, manifest: Manifest) -> Checkpoint:
         """Commit: after this the checkpoint exists. Every other byte of it must be durable before."""

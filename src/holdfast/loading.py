@@ -193,7 +193,7 @@ class _Attempt:
         strategy = self.request.strategy
         missing = sorted({name for fit in fits for name in fit.missing})
         mismatched = sorted({text for fit in fits for text in fit.mismatched})
-        unexpected = _unexpected(fits)
+        unexpected = sorted({*_unexpected(fits), *self._stages_left(fits)})
         useless = sorted(set(strategy.exclude) - {glob for fit in fits for glob in fit.globs})
         if useless:
             raise UsageError(f"exclude={useless[0]!r} matches no leaf", step=self.checkpoint.step)
@@ -209,6 +209,16 @@ class _Attempt:
             )
         self._check_guards(frozen_guards({entry for fit in fits for entry in fit.frozen}))
         return _Verdict(missing=tuple(missing), unexpected=tuple(unexpected))
+
+    def _stages_left(self, fits: Sequence[_Fit]) -> set[str]:
+        """Pipeline stages of a component that is restored, of which no rank takes the state."""
+        taken = {tree for fit in fits for tree in fit.trees}
+        components = {name.partition("@")[0] for name in taken}
+        return {
+            tree.name
+            for tree in self.checkpoint.manifest.trees
+            if tree.scope.startswith("stage-") and tree.component in components and tree.name not in taken
+        }
 
     def check(self) -> _Texts:
         """The damage in what this rank needs. New memory is filled right away; live memory's bytes are only checked."""

@@ -6,11 +6,11 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import numpy
 import torch
@@ -23,7 +23,7 @@ from holdfast.naming import kind_of
 from holdfast.ranks import on_leader, torch_ranks
 from holdfast.records.codec import Json, encode
 from holdfast.records.layout import check_component_name, check_step
-from holdfast.records.selector import Selector, check_tag
+from holdfast.records.selector import Selector, check_tag, parse_selector
 from holdfast.records.strategy import LoadStrategy
 from holdfast.saving import Saved, SaveRequest, save
 from holdfast.stages.resolve import Location, locate
@@ -34,6 +34,8 @@ logger = logging.getLogger("holdfast")
 
 _DEFAULT_TIMEOUT_SECONDS = 600.0
 _RNG = "rng"
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,20 +164,23 @@ class CheckpointManager:
         `wait` returns only when the checkpoint is committed, which in sync mode is always so.
         """
         self._check_open()
-        request = SaveRequest(
-            step=check_step(step),
-            components=self._components,
-            pipeline_stage=self._pipeline_stage,
-            parent=self._head,
-            metrics=_encoded_metrics(metrics),
-            progress=_encoded("progress", progress),
-            extra=_encoded("extra", extra),
-            config=self._config,
-            guards=_encoded("guards", guards),
-            tags=() if tag is None else (check_tag(tag),),
-            assets=self._assets,
-        )
-        saved = save(request, self._catalog, self._ranks)
+
+        def request() -> SaveRequest:
+            return SaveRequest(
+                step=check_step(step),
+                components=self._components,
+                pipeline_stage=self._pipeline_stage,
+                parent=self._head,
+                metrics=_encoded_metrics(metrics),
+                progress=_encoded("progress", progress),
+                extra=_encoded("extra", extra),
+                config=self._config,
+                guards=_encoded("guards", guards),
+                tags=() if tag is None else (check_tag(tag),),
+                assets=self._assets,
+            )
+
+        saved = save(self._on_all(f"save of step {step!r:.40}", request), self._catalog, self._ranks)
         if not saved.skipped:
             self._head = saved.digest
         handle = SaveHandle(step, saved, self._catalog)
@@ -197,12 +202,11 @@ class CheckpointManager:
         """
         self._check_open()
         strategy = strategy if strategy is not None else LoadStrategy()
-        catalog, chosen, explicit = self._locate(selector)
+        wanted = self._on_all("restore", lambda: _encoded("guards", guards))
+        catalog, chosen, explicit = self._locate_together(selector)
         if self._resume == "never" and not explicit:
             return RestoreResult(resumed=False)
-        request = LoadRequest(
-            chosen, self._components, strategy, _encoded("guards", guards), self._pipeline_stage, self._verify
-        )
+        request = LoadRequest(chosen, self._components, strategy, wanted, self._pipeline_stage, self._verify)
         loaded = load(request, catalog, self._ranks)
         if loaded is None:
             if self._resume == "required" or explicit:
@@ -296,6 +300,24 @@ class CheckpointManager:
             return self._catalog if same_run else catalog, chosen, True
         _, chosen = locate(self._catalog.storage, selector)  # type: ignore[arg-type]
         return self._catalog, chosen, chosen.kind != "latest"
+
+    def _locate_together(self, selector: str | int | os.PathLike[str]) -> tuple[Catalog, Selector, bool]:
+        """The same by the leader's word: what a path is depends on the files that a rank sees."""
+        if not _is_path(selector):
+            return self._on_all("selector of restore", lambda: self._locate(selector))
+
+        def locate_on_leader() -> tuple[str, str]:
+            catalog, chosen, _ = self._locate(selector)
+            return "" if catalog is self._catalog else catalog.storage.url, str(chosen)
+
+        url, chosen = on_leader(self._ranks, "path of restore", locate_on_leader, returns=tuple[str, str])
+        return Catalog(open_storage(url)) if url else self._catalog, parse_selector(chosen), True
+
+    def _on_all(self, label: str, work: Callable[[], Value]) -> Value:
+        """Each rank does its own, and an error on one is the error of all."""
+        done: list[Value] = []
+        self._ranks.decide(label, lambda: done.append(work()), lambda _: None, sends=None, returns=None)
+        return done[0]
 
     def _resumed(self, loaded: Loaded, strategy: LoadStrategy, *, own_run: bool) -> RestoreResult:
         checkpoint = loaded.checkpoint

@@ -124,8 +124,8 @@ class _SaveChain:
         self._check_room()
         self.run_id = self.catalog.open_run()
         self.sequence = max((checkpoint.sequence for checkpoint in scan.checkpoints), default=0) + 1
-        folder = self.catalog.claim(self.request.step, self.ranks.size)
-        return SavePlan(folder, self.global_plan.duties)
+        folder, claim = self.catalog.claim(self.request.step, self.ranks.size)
+        return SavePlan(folder, self.global_plan.duties, claim=claim)
 
     def _check_room(self) -> None:
         free = self.catalog.storage.free_bytes()
@@ -150,6 +150,8 @@ class _SaveChain:
             raise
 
     def _write(self, decided: SavePlan, names: list[str]) -> Receipt:
+        if self.ranks.rank != 0:
+            self.catalog.require_claim(decided.folder, decided.claim)
         duty = decided.duties[self.ranks.rank]
         tensors = stage(self.inventory, self.memory, duty, rank=self.ranks.rank)
         plain = self._plain_files(decided)

@@ -26,10 +26,13 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.storage.local import LocalStorage
-from holdfast.testing import run_ranks
+from holdfast.testing import run_ranks, values
 from tests.distributed.scenes import Holder, Play, bits, caught, hash_tree, meet, run_scenes, the_same_error
 
-TIMEOUT_SECONDS = 3.0
+# Far more than anything here takes on a busy machine: what is known at once must not need it.
+TIMEOUT_SECONDS = 60.0
+# Where a rank is dead and the others must notice; long enough for a slow machine to bring the living ones there.
+DEATH_TIMEOUT_SECONDS = 10.0
 # Followers wait this much longer than the leader, so that its word can reach them.
 GRACE_SECONDS = 5.0
 
@@ -93,7 +96,7 @@ def sharded_model(seed: int) -> Holder:
 
 
 def manager_of(run: Path, state: dict[str, Any], **options: Any) -> holdfast.CheckpointManager:
-    return holdfast.CheckpointManager(run, state, rng=False, timeout=TIMEOUT_SECONDS, **options)
+    return holdfast.CheckpointManager(run, state, rng=False, **{"timeout": TIMEOUT_SECONDS, **options})
 
 
 # Failing writes
@@ -406,7 +409,7 @@ def test_a_rank_that_saves_while_another_restores_is_told_so_on_both(play: Play)
         # Who saves says the step, too.
         assert len({(error.problem, error.ranks) for error in errors}) == 1
         assert "'save of step 1'" in errors[0].problem
-        assert "'resolve'" in errors[0].problem
+        assert "'restore'" in errors[0].problem
 
 
 @pytest.mark.guarantee("G5")
@@ -426,7 +429,6 @@ def test_managers_that_are_built_in_another_order_never_share_a_checkpoint(play:
         assert all(sound)
 
 
-@pytest.mark.xfail(reason="arguments are checked on each rank before the ranks agree", strict=True)
 @pytest.mark.guarantee("G5")
 def test_an_argument_that_is_wrong_on_one_rank_is_an_error_on_all(play: Play) -> None:
     seen = play("arguments_that_are_wrong_on_one_rank")
@@ -448,7 +450,7 @@ def die_while_saving(rank: int, run: Path, victim: int) -> tuple[Any, float]:
     """Save once; then one rank is killed in the middle of writing its part of the next."""
     storage = DeadlyStorage(run, "write", ".safetensors")
     model = three_parts(1.0)
-    manager = manager_of(run, {"model": model}, storage=storage)
+    manager = manager_of(run, {"model": model}, storage=storage, timeout=DEATH_TIMEOUT_SECONDS)
     manager.save(1)
     with torch.no_grad():
         model[0].fill_(50.0)
@@ -471,7 +473,7 @@ def test_a_rank_that_is_killed_during_a_save_is_named_on_the_others_and_the_run_
     assert isinstance(error, RankError)
     assert error.ranks == (victim,)
     for outcome in outcomes:
-        assert outcome.value[1] < TIMEOUT_SECONDS + GRACE_SECONDS + 3
+        assert outcome.value[1] < DEATH_TIMEOUT_SECONDS + GRACE_SECONDS + 20
     files = {file.name for file in holdfast.resolve(tmp_path).manifest.files}
     assert {f"rank-{rank:05d}.safetensors" for rank in range(3)} <= files, "every rank has a part"
     model = three_parts(99.0)
@@ -483,3 +485,30 @@ def test_a_rank_that_is_killed_during_a_save_is_named_on_the_others_and_the_run_
         assert manager.save(2).wait().folder == "step-000000002.2"
     assert holdfast.verify(tmp_path, 1).ok
     assert holdfast.verify(tmp_path, 2).ok
+
+
+def save_to_a_disk_of_its_own(rank: int, folder: str) -> tuple[str, str]:
+    """The same path on every machine, and on each of them another disk: a storage that says the same of itself."""
+
+    class Elsewhere(LocalStorage):
+        @property
+        def url(self) -> str:
+            return "/the/same/path"
+
+    state = {"model": torch.nn.Linear(2, 2)}
+    storage = Elsewhere(f"{folder}/{rank}")
+    with holdfast.CheckpointManager("run", state, storage=storage, timeout=30) as manager:
+        try:
+            manager.save(1)
+        except holdfast.HoldfastError as error:
+            return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.guarantee("G5")
+def test_ranks_whose_path_is_not_shared_are_told_so(tmp_path: Path) -> None:
+    first, second = values(run_ranks(2, save_to_a_disk_of_its_own, str(tmp_path)))
+    assert first == second
+    assert first[0] == "UsageError"
+    assert "does not see the folder step-000000001" in first[1]
+    assert not list(tmp_path.rglob("manifest.json"))

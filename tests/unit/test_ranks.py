@@ -228,7 +228,7 @@ def test_an_error_is_known_at_once_even_while_another_rank_is_still_at_work(fail
         return True
 
     store = DictStore()
-    assert all(isinstance(seconds, float) and seconds < 5 for seconds in in_threads(3, work, lambda rank: store))
+    assert all(isinstance(seconds, float) and seconds < 15 for seconds in in_threads(3, work, lambda rank: store))
 
 
 @pytest.mark.parametrize("failing", range(2))
@@ -365,7 +365,7 @@ def test_a_silent_rank_is_named_on_all_others_within_the_time(silent: set[int]) 
             return 0.0
         with pytest.raises(RankError) as caught:
             together(ranks, "save", lambda: 1, sends=int)
-        assert time.monotonic() - start < TIMEOUT_SECONDS + 2
+        assert time.monotonic() - start < TIMEOUT_SECONDS + 20
         return caught.value
 
     outcomes = in_threads(4, work, lambda rank: store, timeout_seconds=TIMEOUT_SECONDS)
@@ -386,7 +386,7 @@ def test_a_silent_leader_is_named_on_every_follower_within_the_time() -> None:
             return None
         with pytest.raises(RankError) as caught:
             together(ranks, "save", lambda: 1, sends=int)
-        assert time.monotonic() - start < TIMEOUT_SECONDS + GRACE_SECONDS + 2
+        assert time.monotonic() - start < TIMEOUT_SECONDS + GRACE_SECONDS + 20
         return caught.value
 
     outcomes = in_threads(3, work, lambda rank: store, timeout_seconds=TIMEOUT_SECONDS)

@@ -211,7 +211,8 @@ class HoldfastWriter(StorageWriter):  # type: ignore[misc]
             )
         sequence = max((checkpoint.sequence for checkpoint in scan.checkpoints), default=0) + 1
         run_id = self._catalog.open_run()
-        return _Attempt(run_id, self._catalog.claim(step, size), step, sequence, parent, loose)
+        folder, _ = self._catalog.claim(step, size)
+        return _Attempt(run_id, folder, step, sequence, parent, loose)
 
 
 def _refuse_cached(plan: SavePlan) -> None:

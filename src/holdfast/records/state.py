@@ -90,6 +90,7 @@ class SavePlan(msgspec.Struct, frozen=True, array_like=True):
     folder: str
     duties: tuple[Duty, ...] = ()
     committed: bool = False
+    claim: str = ""
 
 
 class Receipt(msgspec.Struct, frozen=True, array_like=True):
