@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Iterator
+from functools import partial
+from typing import TypeGuard
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -12,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from holdfast.errors import UsageError
 from holdfast.records.boxes import Box, strides_of, whole
 from holdfast.records.dtypes import ELEMENT_TYPES
+from holdfast.records.files import HostMemory, Pieces
 from holdfast.records.manifest import MeshRecord
 
 if sys.byteorder != "little":
@@ -35,6 +38,8 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 def check_storable(tensor: torch.Tensor, *, component: str, leaf: str) -> None:
     """Refuse, before any file is touched, a tensor whose bytes are not all of it."""
+    if type(tensor) in _PLAIN and tensor.is_cpu and tensor.dtype in _DTYPE_NAMES and tensor.layout is torch.strided:
+        return  # nearly all are such, and there may be very many
     problem = _why_not_storable(tensor)
     if problem is not None:
         raise UsageError(f"{problem[0]} cannot be stored", component=component, leaf=leaf, advice=problem[1])
@@ -78,7 +83,7 @@ def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-def is_sharded(tensor: torch.Tensor) -> bool:
+def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     """Whether the tensor is one of a mesh, of which this rank may hold only a part."""
     return isinstance(tensor, DTensor)
 
@@ -99,9 +104,7 @@ def held_piece(tensor: torch.Tensor, *, leaf: str) -> tuple[Box, torch.Tensor]:
     return Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes)), local
 
 
-def mesh_of(tensor: torch.Tensor) -> MeshRecord | None:
-    if not isinstance(tensor, DTensor):
-        return None
+def mesh_of(tensor: DTensor) -> MeshRecord:
     mesh = tensor.device_mesh
     return MeshRecord(shape=tuple(mesh.shape), dimensions=tuple(mesh.mesh_dim_names or ()))
 
@@ -116,7 +119,14 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 def is_host_memory(tensor: torch.Tensor) -> bool:
     """Whether the tensor's own memory holds exactly its bytes, so that they can be read or filled in place."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    return bool(tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()))
+
+
+def source_of(tensor: torch.Tensor, piece_bytes: int) -> HostMemory | Pieces:
+    """Where a tensor's bytes come from when they are written: its own memory where that is as the file wants it."""
+    if is_host_memory(tensor):
+        return HostMemory(tensor.data_ptr(), tensor.nbytes, tensor)
+    return partial(host_pieces, tensor, piece_bytes)
 
 
 def host_pieces(tensor: torch.Tensor, piece_bytes: int) -> Iterator[memoryview]:

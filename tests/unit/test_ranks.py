@@ -224,7 +224,7 @@ def test_an_error_is_known_at_once_even_while_another_rank_is_still_at_work(fail
         return time.monotonic() - start
 
     def wait() -> bool:
-        others_failed.wait(10)
+        others_failed.wait(25)
         return True
 
     store = DictStore()

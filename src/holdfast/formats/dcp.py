@@ -298,8 +298,8 @@ def _chunk_of(item: WriteItem, loose: str) -> FramedChunk:
     data = item.tensor_data
     dtype = _dtype_name(data.properties.dtype, leaf)
     if 0 in data.size:
-        return FramedChunk(leaf, dtype, Box((0,) * len(data.size), tuple(data.size)))
-    return FramedChunk(leaf, dtype, Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes)))
+        return FramedChunk.of(leaf, dtype, Box((0,) * len(data.size), tuple(data.size)))
+    return FramedChunk.of(leaf, dtype, Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes)))
 
 
 def _dtype_name(dtype: torch.dtype, leaf: str) -> str:
@@ -343,9 +343,10 @@ def _pieces(item: WriteItem, chunk: FramedChunk, planner: SavePlanner) -> Iterat
     tensor = planner.resolve_data(item).detach()
     component = chunk.leaf.partition(".")[0]
     check_storable(tensor, component=component, leaf=chunk.leaf)
-    if tuple(tensor.shape) != chunk.box.sizes or _dtype_name(tensor.dtype, chunk.leaf) != chunk.dtype:
+    if tuple(tensor.shape) != chunk.box.sizes or _dtype_name(tensor.dtype, chunk.leaf) != chunk.kind.name:
         raise UsageError(
-            f"the planner planned {chunk.dtype} {list(chunk.box.sizes)} and gave {tensor.dtype} {list(tensor.shape)}",
+            f"the planner planned {chunk.kind.name} {list(chunk.box.sizes)} "
+            f"and gave {tensor.dtype} {list(tensor.shape)}",
             leaf=chunk.leaf,
             advice="change the item's tensor_data in create_local_plan() as resolve_data() changes the tensor",
         )

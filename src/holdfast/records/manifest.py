@@ -17,7 +17,7 @@ from blake3 import blake3
 
 from holdfast.errors import CorruptCheckpointError, HoldfastError, UnsupportedFormatError
 from holdfast.records import layout
-from holdfast.records.boxes import MAX_DIMENSIONS, Box, cover_exactly, whole
+from holdfast.records.boxes import MAX_DIMENSIONS, Box, cover_exactly
 from holdfast.records.dtypes import element_type
 
 FORMAT = 1
@@ -230,12 +230,12 @@ def _check_tensors(manifest: Manifest, files: Mapping[str, FileRecord]) -> None:
             raise CorruptCheckpointError("a name is over the limit", leaf=tensor.name[:200])
         item_bytes = tensor.item_bytes
         # An empty tensor can state any sizes beside its zero, and torch counts its strides in 64 bits.
-        if math.prod(max(size, 1) for size in tensor.shape) * item_bytes > _MAX_TENSOR_BYTES:
+        if math.prod(tensor.shape if 0 not in tensor.shape else _ones(tensor.shape)) * item_bytes > _MAX_TENSOR_BYTES:
             raise CorruptCheckpointError(f"no tensor has the shape {list(tensor.shape)}", leaf=tensor.name)
         for chunk in tensor.chunks:
             size = _check_chunk(tensor, chunk, item_bytes, manifest.block_bytes, files)
             used[chunk.file].append((chunk.start, chunk.start + size, tensor.name))
-        if len(tensor.chunks) == 1 and tensor.chunks[0].box == whole(tensor.shape):
+        if len(tensor.chunks) == 1 and _is_whole(tensor.chunks[0], tensor.shape):
             continue
         wrong = cover_exactly([chunk.box for chunk in tensor.chunks], tensor.shape)
         if wrong is not None:
@@ -244,10 +244,18 @@ def _check_tensors(manifest: Manifest, files: Mapping[str, FileRecord]) -> None:
         _check_ranges(files[name], sorted(ranges))
 
 
+def _ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(max(size, 1) for size in shape)
+
+
+def _is_whole(chunk: ChunkRecord, shape: tuple[int, ...]) -> bool:
+    return chunk.sizes == shape and len(chunk.offsets) == len(shape) and not any(chunk.offsets)
+
+
 def _check_chunk(
     tensor: TensorRecord, chunk: ChunkRecord, item_bytes: int, block_bytes: int, files: Mapping[str, FileRecord]
 ) -> int:
-    size = chunk.box.volume * item_bytes
+    size = math.prod(chunk.sizes) * item_bytes
     file = files.get(chunk.file)
     if file is None or not file.header_bytes:
         problem = f"a chunk lies in {chunk.file[:200]!r}, which is not listed as a tensor file"

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -22,20 +22,18 @@ MAX_HEADER_BYTES = 100_000_000
 """The limit that safetensors itself puts on a header."""
 
 
-@dataclass(frozen=True, slots=True)
-class FramedChunk:
+class FramedChunk(NamedTuple):
     """One chunk of a leaf as a file holds it."""
 
     leaf: str
-    dtype: str
+    kind: ElementType
     box: Box
-    kind: ElementType = field(init=False)
-    size_bytes: int = field(init=False)
+    size_bytes: int
 
-    def __post_init__(self) -> None:
-        kind = element_type(self.dtype)
-        object.__setattr__(self, "kind", kind)
-        object.__setattr__(self, "size_bytes", self.box.volume * kind.item_bytes)
+    @classmethod
+    def of(cls, leaf: str, dtype: str, box: Box) -> FramedChunk:
+        kind = element_type(dtype)
+        return cls(leaf, kind, box, math.prod(box.sizes) * kind.item_bytes)
 
 
 @dataclass(frozen=True, slots=True)

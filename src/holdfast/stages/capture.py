@@ -18,6 +18,7 @@ from holdfast.errors import UsageError
 from holdfast.live import live_tree
 from holdfast.naming import parameter_names, scope_of
 from holdfast.records import layout
+from holdfast.records.boxes import whole
 from holdfast.records.state import CapturedTree, FrozenEntry, Inventory, PartEntry, TreeEntry
 from holdfast.tensors import dtype_name, fingerprint, held_piece, host_pieces, is_sharded, mesh_of
 
@@ -42,12 +43,13 @@ def take_inventory(
     meshes = set()
     for index, tree in enumerate(trees):
         for path, tensor in tree.tensors.items():
-            box, local = held_piece(tensor, leaf=layout.leaf_name(tree.component, path))
-            mesh = mesh_of(tensor)
-            if mesh is not None:
-                meshes.add(mesh)
             shape = tuple(tensor.shape)
-            parts.append(PartEntry(index, path, dtype_name(tensor), shape, box, mesh is not None, path in tree.led))
+            if is_sharded(tensor):
+                box, local = held_piece(tensor, leaf=layout.leaf_name(tree.component, path))
+                meshes.add(mesh_of(tensor))
+            else:
+                box, local = whole(shape), tensor
+            parts.append(PartEntry(index, path, dtype_name(tensor), shape, box, local is not tensor, path in tree.led))
             memory.append(local)
     return Inventory(entries, tuple(parts), tuple(sorted(meshes)), frozen), memory
 

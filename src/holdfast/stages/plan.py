@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -17,13 +17,12 @@ from holdfast.errors import UsageError
 from holdfast.records import layout
 from holdfast.records.boxes import Box, cover_exactly
 from holdfast.records.codec import Json
-from holdfast.records.dtypes import element_type
+from holdfast.records.dtypes import ELEMENT_TYPES
 from holdfast.records.manifest import digest_of
 from holdfast.records.state import Duty, FrozenEntry, Inventory, PartEntry, TreeEntry
 
 
-@dataclass(frozen=True, slots=True)
-class LeafPlan:
+class LeafPlan(NamedTuple):
     """One tensor as a whole, as the manifest will list it."""
 
     name: str
@@ -184,7 +183,7 @@ def _assign_parts(
     load = [0] * len(inventories)
     parts: list[list[int]] = [[] for _ in inventories]
     for holding in holdings.values():
-        item_bytes = element_type(holding.plan.dtype).item_bytes
+        item_bytes = ELEMENT_TYPES[holding.plan.dtype].item_bytes
         for box, holders in holding.boxes.items():
             alone = len(holders) == 1 or holding.first[1].led
             rank, index = holders[0] if alone else min(holders, key=lambda holder: load[holder[0]])

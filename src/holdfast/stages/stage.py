@@ -17,9 +17,11 @@ from holdfast.records.files import PlainFile, TensorFile
 from holdfast.records.manifest import BLOCK_BYTES
 from holdfast.records.state import Duty, Inventory
 from holdfast.records.tensorfile import FramedChunk, frame
-from holdfast.tensors import host_pieces
+from holdfast.tensors import source_of
 
 MAX_FILE_BYTES = 4 << 30
+# A header may have 100 MB, by safetensors' own rule; names of leaves have at most 1024 characters and are said twice.
+MAX_FILE_CHUNKS = 40_000
 _PIECE_BYTES = 32 * BLOCK_BYTES
 
 
@@ -32,8 +34,8 @@ def stage(inventory: Inventory, memory: Sequence[Any], duty: Duty, *, rank: int)
         part = inventory.parts[index]
         leaf = layout.leaf_name(names[part.tree], part.path)
         box = whole(part.shape) if 0 in part.shape else part.box
-        chunks.append(FramedChunk(leaf, part.dtype, box))
-        sources[leaf] = partial(host_pieces, memory[index], _PIECE_BYTES)
+        chunks.append(FramedChunk.of(leaf, part.dtype, box))
+        sources[leaf] = source_of(memory[index], _PIECE_BYTES)
     files = []
     for number, group in enumerate(split(chunks)):
         framed = frame(group)
@@ -47,7 +49,8 @@ def split(chunks: Sequence[FramedChunk]) -> Iterator[list[FramedChunk]]:
     names: set[str] = set()
     size = 0
     for chunk in chunks:
-        if group and (size + chunk.size_bytes > MAX_FILE_BYTES or chunk.leaf in names):
+        full = size + chunk.size_bytes > MAX_FILE_BYTES or len(group) == MAX_FILE_CHUNKS
+        if group and (full or chunk.leaf in names):
             yield group
             group, names, size = [], set(), 0
         group.append(chunk)

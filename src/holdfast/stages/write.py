@@ -5,15 +5,16 @@ Bytes are digested on the way, block by block, in the one pass in which they are
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import ctypes
+from collections.abc import Iterable, Iterator
 
 from blake3 import blake3
 
 from holdfast.records import layout
-from holdfast.records.files import Pieces, PlainFile, TensorFile
+from holdfast.records.files import HostMemory, Pieces, PlainFile, TensorFile
 from holdfast.records.manifest import BLOCK_BYTES, ChunkRecord, FileRecord, digest_of, tensor_file_digest
 from holdfast.records.state import Receipt
-from holdfast.storage.base import Bytes, Sink, Storage
+from holdfast.storage.base import Sink, Storage
 
 _SMALL_BYTES = 64 << 10
 
@@ -41,7 +42,7 @@ def _write_tensor_file(
     chunks: list[tuple[str, ChunkRecord]] = []
     with storage.create(layout.key(folder, file.name), frame.size_bytes) as sink:
         tray = _Tray(sink)
-        tray.write(frame.header)
+        sink.write(frame.header)
         for chunk, start, source in zip(frame.chunks, frame.starts, file.sources, strict=True):
             digests = _write_chunk(tray, source)
             record = ChunkRecord(
@@ -56,41 +57,43 @@ def _write_tensor_file(
     ), chunks
 
 
-def _write_chunk(tray: _Tray, source: Pieces) -> tuple[str, ...]:
-    digests: list[str] = []
-    for piece in source():
-        if not piece:
-            continue
-        if len(piece) <= BLOCK_BYTES:
-            digests.append(digest_of(piece))
-            tray.write(piece)
-            continue
-        for start in range(0, len(piece), BLOCK_BYTES):
-            block = piece[start : start + BLOCK_BYTES]
-            digests.append(digest_of(block))
-            tray.write(block)
-    return tuple(digests)
+def _write_chunk(tray: _Tray, source: HostMemory | Pieces) -> tuple[str, ...]:
+    """Hand one chunk on, and digest it on the way, block by block."""
+    if isinstance(source, HostMemory):
+        if source.size_bytes <= _SMALL_BYTES:
+            return (tray.copy(source),) if source.size_bytes else ()
+        memory = (ctypes.c_ubyte * source.size_bytes).from_address(source.address)
+        return tuple(tray.pass_on(memoryview(memory).cast("B")))
+    return tuple(digest for piece in source() for digest in tray.pass_on(piece))
 
 
 class _Tray:
-    """Carries small pieces to a sink together: a call of the sink costs more than the copy of a few kilobytes."""
+    """Carries small chunks to a sink together: a call of the sink costs more than the copy of a few kilobytes."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
-        self._memory = bytearray(BLOCK_BYTES)
-        self._view = memoryview(self._memory)
+        self._memory = (ctypes.c_ubyte * BLOCK_BYTES)()
+        self._address = ctypes.addressof(self._memory)
+        self._view = memoryview(self._memory).cast("B")
         self._used = 0
 
-    def write(self, piece: Bytes) -> None:
-        size = len(piece)
-        if self._used + size > BLOCK_BYTES:
+    def copy(self, source: HostMemory) -> str:
+        """Take a small chunk; its digest."""
+        start, end = self._used, self._used + source.size_bytes
+        if end > BLOCK_BYTES:
             self.flush()
-        if size > _SMALL_BYTES:
-            self.flush()
-            self._sink.write(piece)
-            return
-        self._view[self._used : self._used + size] = piece
-        self._used += size
+            start, end = 0, source.size_bytes
+        ctypes.memmove(self._address + start, source.address, source.size_bytes)
+        self._used = end
+        return blake3(self._view[start:end]).hexdigest()
+
+    def pass_on(self, piece: memoryview) -> Iterator[str]:
+        """Give a piece to the sink at once, block by block; each block's digest."""
+        self.flush()
+        for start in range(0, len(piece), BLOCK_BYTES):
+            block = piece[start : start + BLOCK_BYTES]
+            yield digest_of(block)
+            self._sink.write(block)
 
     def flush(self) -> None:
         if self._used:
