@@ -167,12 +167,14 @@ def test_a_file_may_hold_nothing_but_empty_tensors(tmp_path: pathlib.Path) -> No
 
 
 def save_sharded(rank: int, run: str) -> dict[str, torch.Tensor]:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
     # 5, 3 and 1 rows on 2 ranks: uneven cuts, and one of which the second rank gets nothing.
     model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3), torch.nn.Linear(3, 1))
-    fully_shard(model)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(4, 7)).sum().backward()
     optimizer.step()

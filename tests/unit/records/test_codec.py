@@ -8,6 +8,7 @@ import decimal
 import enum
 import functools
 import json
+import os
 import pathlib
 import struct
 import subprocess
@@ -329,7 +330,7 @@ def test_a_set_is_stored_alike_in_processes_that_hash_differently() -> None:
     )
     outputs = {
         subprocess.run(
-            [sys.executable, "-c", script], env={"PYTHONHASHSEED": seed}, capture_output=True, check=True
+            [sys.executable, "-c", script], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True
         ).stdout
         for seed in ("1", "2", "3")
     }
