@@ -34,6 +34,7 @@ from holdfast.records.manifest import (
     Manifest,
     check_manifest,
     decode_manifest,
+    digest_of,
     encode_manifest,
 )
 from holdfast.records.selector import Selector
@@ -157,7 +158,8 @@ class Catalog:
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
-        # Committed checkpoints never change, so a manifest that was read once need not be read again.
+        # What a manifest's bytes mean, by their digest: they are read each time, because they alone are the truth, but
+        # a manifest of many thousand tensors is taken apart only once.
         self._known: dict[str, Checkpoint] = {}
 
     def __repr__(self) -> str:
@@ -170,19 +172,23 @@ class Catalog:
             if not entry.is_folder or layout.parse_folder(entry.name) is None:
                 continue
             try:
-                checkpoints.append(self._known.get(entry.name) or self.read(entry.name))
+                checkpoints.append(self.read(entry.name))
             except KeyMissingError:
                 attempts.append(entry.name)
             except HoldfastError as error:
                 # One folder that cannot be read must not hide the others, whatever is wrong with it.
                 damaged.append(Skipped(entry.name, str(error), isinstance(error, UnsupportedFormatError)))
-        self._known = {checkpoint.folder: checkpoint for checkpoint in checkpoints}
+        present = set(checkpoints)
+        self._known = {bytes_digest: found for bytes_digest, found in self._known.items() if found in present}
         checkpoints.sort(key=lambda checkpoint: (checkpoint.sequence, checkpoint.manifest.created), reverse=True)
         return Scan(tuple(checkpoints), tuple(attempts), tuple(damaged))
 
     def read(self, folder: str) -> Checkpoint:
         """The checkpoint in a folder; a KeyMissingError when nothing was committed there."""
         data = self.storage.read(layout.key(folder, layout.MANIFEST), MAX_MANIFEST_BYTES)
+        known = self._known.get(digest_of(data))
+        if known is not None and known.folder == folder:
+            return known
         try:
             manifest, digest = decode_manifest(data)
         except HoldfastError as error:
@@ -191,12 +197,8 @@ class Catalog:
             raise CorruptCheckpointError(
                 f"its manifest belongs to {manifest.folder}", file=layout.key(folder, layout.MANIFEST)
             )
-        return Checkpoint(manifest, digest, self.storage)
-
-    def read_known(self, folder: str, digest: str) -> Checkpoint:
-        """The checkpoint with this digest in a folder, without reading again what was read before."""
-        known = self._known.get(folder)
-        return known if known is not None and known.digest == digest else self.read(folder)
+        checkpoint = self._known[digest_of(data)] = Checkpoint(manifest, digest, self.storage)
+        return checkpoint
 
     def find(self, selector: Selector) -> Checkpoint:
         """The one checkpoint that a selector names. One that is not there is an error."""
@@ -307,7 +309,7 @@ class Catalog:
         self.storage.put(layout.key(manifest.folder, layout.MANIFEST), data)
         # Without it a power cut can keep the manifest's bytes and lose its name, after we said that it is committed.
         self.storage.sync(manifest.folder)
-        checkpoint = self._known[manifest.folder] = Checkpoint(manifest, digest, self.storage)
+        checkpoint = self._known[digest_of(data)] = Checkpoint(manifest, digest, self.storage)
         return checkpoint
 
     def _names(self) -> list[str]:

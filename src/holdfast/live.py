@@ -19,7 +19,7 @@ from holdfast.naming import clean_name, kind_of, optimizer_names, parameter_name
 from holdfast.records import layout
 from holdfast.records.codec import encode
 from holdfast.records.state import CapturedTree
-from holdfast.tensors import address, check_storable, is_same_memory
+from holdfast.tensors import address, check_storable, is_same_memory, shares_elements
 
 
 def live_tree(name: str, component: Any, components: Mapping[str, Any], scope: str | None) -> CapturedTree:
@@ -32,7 +32,22 @@ def tree_of(name: str, component: Any, state: Any, scope: str | None) -> Capture
     tensors: dict[str, torch.Tensor] = {}
     values = encode(state, path=name, on_tensor=_collector(name, tensors))
     kind = kind_of(name, component)
-    return CapturedTree(name, kind, scope, values, tensors, _led(component, kind, scope, tensors))
+    type_name = type(unwrap(component)).__name__ if kind == "optimizer" else ""
+    if kind == "module":
+        _refuse_shared_elements(name, tensors)
+    return CapturedTree(name, kind, scope, values, tensors, _led(component, kind, scope, tensors), type_name)
+
+
+def _refuse_shared_elements(component: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    """`load_state_dict` cannot fill an expanded tensor, so a checkpoint of one could never be taken back."""
+    for path, tensor in tensors.items():
+        if not tensor.is_contiguous() and shares_elements(tensor):
+            raise UsageError(
+                "a tensor whose elements share memory (expand) could not be restored",
+                component=component,
+                leaf=f"{component}.{path}",
+                advice="make it .contiguous(), or register it with persistent=False",
+            )
 
 
 def _led(component: Any, kind: str, scope: str | None, tensors: Mapping[str, Any]) -> Set[str]:
@@ -48,6 +63,8 @@ def component_state(name: str, component: Any, components: Mapping[str, Any]) ->
     kind = kind_of(name, component)
     inner = unwrap(component)
     if kind == "module":
+        if next(inner.parameters(), None) is None and next(inner.buffers(), None) is None:
+            return dict(inner.state_dict())
         only_trainable = isinstance(component, Trainable)
         return dict(get_model_state_dict(inner, options=StateDictOptions(ignore_frozen_params=only_trainable)))
     if kind == "optimizer":

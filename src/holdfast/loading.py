@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
+import torch
 from blake3 import blake3
 
 from holdfast.catalog import Catalog, Checkpoint, Skipped
@@ -44,7 +45,6 @@ logger = logging.getLogger("holdfast")
 
 Verify = Literal["full", "quick", "off"]
 _MAX_VALUES_BYTES = 4 << 30
-_FROZEN = "frozen:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,8 @@ class _Verdict(msgspec.Struct, frozen=True, array_like=True):
 def load(request: LoadRequest, catalog: Catalog, ranks: Ranks) -> Loaded | None:
     """Restore on all ranks. None when `latest` was asked of a run that has no checkpoint."""
     try:
-        with collector_paused():
+        # New memory must be ordinary memory, whatever mode the caller is in: the training goes on with it.
+        with collector_paused(), torch.inference_mode(False), torch.no_grad():
             return _load(request, catalog, ranks)
     except HoldfastError:
         raise
@@ -181,7 +182,9 @@ class _Attempt:
             unused=_all(self.fitted, "unused"),
             mismatched=_all(self.fitted, "mismatched"),
             globs=_all(self.fitted, "globs"),
-            frozen=take_frozen({one.component: self.request.components[one.component] for one in self.fitted}),
+            frozen=take_frozen(
+                {one.component: self.request.components[one.component] for one in self.fitted}, anew=True
+            ),
             trees=_all(self.fitted, "trees"),
         )
 
@@ -244,13 +247,16 @@ class _Attempt:
             self.checkpoint,
             restored=tuple(one.component for one in self.fitted),
             missing=(*self.absent, *verdict.missing),
-            skipped=(*self.skipped, *verdict.unexpected),
+            skipped=(*self.skipped, *verdict.unexpected, *self._left_out()),
             passed_over=tuple(passed_over),
         )
 
+    def _left_out(self) -> list[str]:
+        return [f"{leaf}: left out by exclude" for one in self.fitted for leaf in sorted(one.left_out)]
+
     def _open(self) -> Checkpoint:
         try:
-            checkpoint = self.catalog.read_known(self.candidate.folder, self.candidate.digest)
+            checkpoint = self.catalog.read(self.candidate.folder)
         except FileNotFoundError:
             raise CorruptCheckpointError("its manifest is gone", file=self.candidate.folder) from None
         if checkpoint.digest != self.candidate.digest:

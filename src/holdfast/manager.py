@@ -7,7 +7,8 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Literal, Self, TypeVar
@@ -126,27 +127,30 @@ class CheckpointManager:
         verify: Verify = "full",
         timeout: float = _DEFAULT_TIMEOUT_SECONDS,
     ) -> None:
-        _one_of("mode", mode, ("auto", "sync"))
-        _one_of("resume", resume, ("auto", "required", "never"))
-        _one_of("verify", verify, ("full", "quick", "off"))
-        if not timeout > 0:
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
             raise UsageError(f"timeout={timeout!r}", advice="give a positive number of seconds")
-        if pipeline_stage is not None and (isinstance(pipeline_stage, bool) or pipeline_stage < 0):
-            raise UsageError(f"pipeline_stage={pipeline_stage!r}", advice="give the stage's number, from 0 on")
-        self._components = _checked_components(state, rng)
-        self._config = encode(config, path="config", on_tensor=None)
-        self._assets = _checked_assets(assets)
+        self._ranks = torch_ranks(process_group, timeout_seconds=timeout)
         self._resume = resume
         self._pipeline_stage = pipeline_stage
         self._verify: Verify = verify
-        self._catalog = Catalog(storage if storage is not None else open_storage(run))
-        self._ranks = torch_ranks(process_group, timeout_seconds=timeout)
         self._head: str | None = None
         self._source: tuple[Catalog, Checkpoint] | None = None
         self._strategy = LoadStrategy()
         self._closed = False
-        # Construction agrees once, so that ranks which disagree about it find out here and not at the first save.
-        self._ranks.decide("open", self._introduce, _agree_on_run, sends=tuple[str, list[str]], returns=None)
+
+        def introduce() -> tuple[str, list[str]]:
+            _one_of("mode", mode, ("auto", "sync"))
+            _one_of("resume", resume, ("auto", "required", "never"))
+            _one_of("verify", verify, ("full", "quick", "off"))
+            _check_stage(pipeline_stage)
+            self._components = _checked_components(state, rng)
+            self._config = encode(config, path="config", on_tensor=None)
+            self._assets = _checked_assets(assets) if self._ranks.rank == 0 else ()
+            self._catalog = Catalog(storage if storage is not None else open_storage(run))
+            return self._catalog.storage.url, sorted(self._components)
+
+        # Construction agrees once, so that what is wrong on one rank is known to all here and not at the first save.
+        self._ranks.decide("open", introduce, _agree_on_run, sends=tuple[str, list[str]], returns=None)
 
     def save(
         self,
@@ -183,6 +187,8 @@ class CheckpointManager:
         saved = save(self._on_all(f"save of step {step!r:.40}", request), self._catalog, self._ranks)
         if not saved.skipped:
             self._head = saved.digest
+        elif (tag or metrics or progress or extra or guards) and self._ranks.rank == 0:
+            logger.warning("step %d was committed before; what this save says besides is not kept", step)
         handle = SaveHandle(step, saved, self._catalog)
         if wait:
             handle.wait()
@@ -202,7 +208,7 @@ class CheckpointManager:
         """
         self._check_open()
         strategy = strategy if strategy is not None else LoadStrategy()
-        wanted = self._on_all("restore", lambda: _encoded("guards", guards))
+        wanted = self._on_all("restore", lambda: _encoded("guards", guards), same=repr(_checked_strategy(strategy)))
         catalog, chosen, explicit = self._locate_together(selector)
         if self._resume == "never" and not explicit:
             return RestoreResult(resumed=False)
@@ -222,18 +228,13 @@ class CheckpointManager:
     def attach(self, name: str, component: Any) -> bool:
         """Add a component that did not exist yet. If the restored checkpoint has its state, it gets it now: True."""
         self._check_open()
-        check_component_name(name)
-        if name in self._components:
-            raise UsageError(f"there is a component '{name}' already")
-        kind = kind_of(name, component)
+        kind = self._on_all("attach", lambda: self._check_new(name, component), same=repr(name))
         components = {**self._components, name: component}
         loaded = None
         if self._source is not None and self._strategy.takes(name, kind):
             catalog, checkpoint = self._source
             if any(tree.component == name for tree in checkpoint.manifest.trees):
-                strategy = LoadStrategy(
-                    only=(name,), strict=self._strategy.strict, on_world_change=self._strategy.on_world_change
-                )
+                strategy = replace(self._strategy, only=(name,), skip=(), exclude=())
                 selector = Selector("folder", name=checkpoint.folder)
                 request = LoadRequest(
                     selector, components, strategy, pipeline_stage=self._pipeline_stage, verify=self._verify
@@ -289,9 +290,6 @@ class CheckpointManager:
         names = ", ".join(self._components)
         return f"CheckpointManager({self._catalog.storage.url!r}, [{names}], {self._ranks!r})"
 
-    def _introduce(self) -> tuple[str, list[str]]:
-        return self._catalog.storage.url, sorted(self._components)
-
     def _locate(self, selector: str | int | os.PathLike[str]) -> tuple[Catalog, Selector, bool]:
         """Which checkpoint of which run; `explicit` when anything but this run's latest was asked for."""
         if _is_path(selector):
@@ -313,11 +311,22 @@ class CheckpointManager:
         url, chosen = on_leader(self._ranks, "path of restore", locate_on_leader, returns=tuple[str, str])
         return Catalog(open_storage(url)) if url else self._catalog, parse_selector(chosen), True
 
-    def _on_all(self, label: str, work: Callable[[], Value]) -> Value:
-        """Each rank does its own, and an error on one is the error of all."""
+    def _on_all(self, label: str, work: Callable[[], Value], *, same: str = "") -> Value:
+        """Each rank does its own, and an error on one is the error of all; so is a `same` that is not the same."""
         done: list[Value] = []
-        self._ranks.decide(label, lambda: done.append(work()), lambda _: None, sends=None, returns=None)
+
+        def mine() -> str:
+            done.append(work())
+            return same
+
+        self._ranks.decide(label, mine, partial(_agree_on, label), sends=str, returns=None)
         return done[0]
+
+    def _check_new(self, name: str, component: Any) -> str:
+        check_component_name(name)
+        if name in self._components:
+            raise UsageError(f"there is a component '{name}' already")
+        return kind_of(name, component)
 
     def _resumed(self, loaded: Loaded, strategy: LoadStrategy, *, own_run: bool) -> RestoreResult:
         checkpoint = loaded.checkpoint
@@ -349,6 +358,23 @@ class CheckpointManager:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the manager was closed", run=self._catalog.storage.url, advice="build a new one")
+
+
+def _agree_on(label: str, words: list[str]) -> None:
+    for rank, word in enumerate(words):
+        if word != words[0]:
+            raise UsageError(f"the ranks disagree in {label}: {words[0]} on rank 0 and {word} on rank {rank}")
+
+
+def _checked_strategy(strategy: object) -> LoadStrategy:
+    if not isinstance(strategy, LoadStrategy):
+        raise UsageError(f"strategy={strategy!r:.100}", advice="give a holdfast.LoadStrategy")
+    return strategy
+
+
+def _check_stage(stage: object) -> None:
+    if stage is not None and (isinstance(stage, bool) or not isinstance(stage, int) or stage < 0):
+        raise UsageError(f"pipeline_stage={stage!r}", advice="give the stage's number, from 0 on")
 
 
 def _agree_on_run(words: list[tuple[str, list[str]]]) -> None:
@@ -404,7 +430,15 @@ def _encoded(name: str, values: Mapping[str, Any] | None) -> dict[str, Json]:
 def _encoded_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Json]:
     if metrics is None:
         return {}
-    return _encoded("metrics", {name: _number(value) for name, value in dict(metrics).items()})
+    if not isinstance(metrics, Mapping):
+        raise UsageError(f"metrics is a mapping of numbers by name, not {metrics!r:.100}")
+    numbers = {name: _number(value) for name, value in metrics.items()}
+    for name, value in numbers.items():
+        if not isinstance(value, int | float):
+            raise UsageError(
+                f"the metric {name!r} is {value!r:.100}, not a number", advice="use extra= for other values"
+            )
+    return _encoded("metrics", numbers)
 
 
 def _number(value: Any) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.components import PerRank, RNGState, Shared, Trainable
@@ -26,13 +27,13 @@ def kind_of(name: str, component: Any) -> TreeKind:
     """What a component is, or a UsageError for something that has no state to keep."""
     inner = unwrap(component)
     if isinstance(component, PerRank):
-        _has_state(name, inner)
+        _require_state(name, inner)
         return "values"
     if isinstance(inner, torch.nn.Module):
         return "module"
     if isinstance(inner, torch.optim.Optimizer):
         return "optimizer"
-    _has_state(name, inner)
+    _require_state(name, inner)
     return "values"
 
 
@@ -56,6 +57,10 @@ def scopes_in_world(component: Any, *, rank: int, size: int) -> tuple[int, int]:
 
 def parameter_names(module: torch.nn.Module) -> dict[int, str]:
     """Each parameter's name in a checkpoint, by the parameter's identity. A tied one has its first name."""
+    for part in module.modules():
+        # After a forward pass without a backward one FSDP still shows whole parameters, which no optimizer knows.
+        if isinstance(part, FSDPModule):
+            part.reshard()
     return {id(parameter): name for name, parameter in _named_parameters(module)}
 
 
@@ -63,7 +68,7 @@ def optimizer_names(optimizer: torch.optim.Optimizer, components: Mapping[str, A
     """The names of an optimizer's parameters, in its own order.
 
     The model is found by the identity of its parameters. An optimizer over several models has the component's name in
-    front of each parameter's; one whose parameters belong to no model of the state falls back on their numbers.
+    front of each parameter's. In a state without any model they go by their numbers.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     owners: dict[int, tuple[str, str]] = {}
@@ -72,7 +77,7 @@ def optimizer_names(optimizer: torch.optim.Optimizer, components: Mapping[str, A
             for key, parameter in parameter_names(unwrap(candidate)).items():
                 owners.setdefault(key, (name, parameter))
     found = [owners.get(id(parameter)) for parameter in parameters]
-    if not any(found):
+    if not any(isinstance(unwrap(candidate), torch.nn.Module) for candidate in components.values()):
         return [str(index) for index in range(len(parameters))]
     for index, owner in enumerate(found):
         if owner is None:
@@ -105,7 +110,7 @@ def clean_name(module: torch.nn.Module, raw: str) -> str:
     return ".".join(kept)
 
 
-def _has_state(name: str, component: Any) -> bool:
+def _require_state(name: str, component: Any) -> None:
     missing = [method for method in ("state_dict", "load_state_dict") if not callable(getattr(component, method, None))]
     if missing:
         raise UsageError(
@@ -113,7 +118,6 @@ def _has_state(name: str, component: Any) -> bool:
             component=name,
             advice="give it state_dict() and load_state_dict(), or pass plain values with extra= or progress=",
         )
-    return True
 
 
 def _is_loader(component: Any) -> bool:

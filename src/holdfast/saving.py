@@ -200,7 +200,7 @@ class _SaveChain:
                 for leaf in self.global_plan.leaves
             ],
             trees=[
-                TreeRecord(component=tree.component, kind=tree.kind, file=tree.file, scope=tree.scope)
+                TreeRecord(component=tree.component, kind=tree.kind, file=tree.file, scope=tree.scope, type=tree.type)
                 for tree in self.global_plan.trees
             ],
         )

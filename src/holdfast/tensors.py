@@ -83,6 +83,12 @@ def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
+def shares_elements(tensor: torch.Tensor) -> bool:
+    """Whether several elements are one in memory, as `expand` makes them: such a tensor can be read and not filled."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True))
+
+
 def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     """Whether the tensor is one of a mesh, of which this rank may hold only a part."""
     return isinstance(tensor, DTensor)
@@ -187,3 +193,10 @@ def _mix(bits: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     value = (value ^ (value >> 29)) * -4658895280553007687
     value = (value ^ (value >> 32)) * -7723592293110705685
     return (value ^ (value >> 30)) & (2**31 - 1)
+
+
+def sample_of(tensor: torch.Tensor, count: int = 4096) -> int:
+    """A fingerprint of some elements, spread over this rank's part of a tensor: cheap, and likely to see a change."""
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().reshape(-1)
+    some = local[:: max(local.numel() // count, 1)]
+    return fingerprint(some, whole(tuple(some.shape)), tuple(some.shape))

@@ -75,12 +75,14 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TreeRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One component's values, or those of one scope of it, and the file that holds them."""
+    """One component's values, or those of one scope of it, and the file that holds them. `type` is the class of an
+    optimizer, whose state means nothing to another."""
 
     component: str
     kind: str
     file: str
     scope: str = ""
+    type: str = ""
 
     @property
     def name(self) -> str:

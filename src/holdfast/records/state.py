@@ -32,6 +32,7 @@ class CapturedTree:
     values: Json
     tensors: Mapping[str, Any]
     led: Set[str] = frozenset()
+    type: str = ""
 
 
 class TreeEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -42,6 +43,7 @@ class TreeEntry(msgspec.Struct, frozen=True, array_like=True):
     scope: str | None
     digest: str
     values: msgspec.Raw
+    type: str = ""
 
 
 class PartEntry(msgspec.Struct, frozen=True, array_like=True):

@@ -37,4 +37,5 @@ class Fitted:
     unused: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
     globs: set[str] = field(default_factory=set)
+    left_out: set[str] = field(default_factory=set)
     take_up: Callable[[], None] = lambda: None

@@ -20,7 +20,7 @@ from holdfast.naming import parameter_names, scope_of
 from holdfast.records import layout
 from holdfast.records.boxes import whole
 from holdfast.records.state import CapturedTree, FrozenEntry, Inventory, PartEntry, TreeEntry
-from holdfast.tensors import dtype_name, fingerprint, held_piece, host_pieces, is_sharded, mesh_of
+from holdfast.tensors import dtype_name, fingerprint, held_piece, host_pieces, is_sharded, mesh_of, sample_of
 
 _PIECE_BYTES = 32 << 20
 
@@ -54,8 +54,10 @@ def take_inventory(
     return Inventory(entries, tuple(parts), tuple(sorted(meshes)), frozen), memory
 
 
-def take_frozen(components: Mapping[str, Any]) -> tuple[FrozenEntry, ...]:
-    """The fingerprint of every parameter that a `Trainable` component leaves out."""
+def take_frozen(components: Mapping[str, Any], *, anew: bool = False) -> tuple[FrozenEntry, ...]:
+    """The fingerprint of every parameter that a `Trainable` component leaves out; `anew` trusts no earlier reading."""
+    if anew:
+        _fingerprints.clear()
     entries = []
     for name, component in components.items():
         if isinstance(component, Trainable):
@@ -67,7 +69,7 @@ def take_frozen(components: Mapping[str, Any]) -> tuple[FrozenEntry, ...]:
 
 
 def _frozen_entry(component: str, name: str, parameter: torch.nn.Parameter) -> FrozenEntry:
-    key = (id(parameter), parameter._version, parameter.data_ptr())
+    key = (parameter._version, parameter.data_ptr(), sample_of(parameter))
     known: tuple[object, FrozenEntry] | None = _fingerprints.get(parameter)
     if known is not None and known[0] == key:
         return known[1]
@@ -78,7 +80,8 @@ def _frozen_entry(component: str, name: str, parameter: torch.nn.Parameter) -> F
     return entry
 
 
-# A frozen parameter is read through once, not at every save; one that was written to after all is read again.
+# A frozen parameter is read through once and not at every save, unless its version or a sample of its content changed.
+# The sample is there for writes through `.data`, which the version does not count.
 _fingerprints = WeakIdKeyDictionary()
 
 
@@ -88,10 +91,10 @@ def _tree_entry(tree: CapturedTree, size: int) -> TreeEntry:
     except RecursionError as error:
         raise UsageError("the values are nested too deep", component=tree.component) from error
     if size == 1:
-        return TreeEntry(tree.component, tree.kind, tree.scope, "", msgspec.Raw(b"\xc0"))
+        return TreeEntry(tree.component, tree.kind, tree.scope, "", msgspec.Raw(b"\xc0"), tree.type)
     mergeable = tree.kind != "values" and tree.scope == ""
     values = msgspec.Raw(msgspec.msgpack.encode(tree.values)) if mergeable else msgspec.Raw(b"\xc0")
-    return TreeEntry(tree.component, tree.kind, tree.scope, _digest(tree, text), values)
+    return TreeEntry(tree.component, tree.kind, tree.scope, _digest(tree, text), values, tree.type)
 
 
 def _digest(tree: CapturedTree, text: bytes) -> str:

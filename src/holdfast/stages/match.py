@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor, Replicate
 
-from holdfast.components import PerRank, RNGState, Trainable, check_rng_state
+from holdfast.components import PerRank, RNGState, check_rng_state
 from holdfast.errors import CorruptCheckpointError, StateMismatchError
 from holdfast.live import component_state, live_tree, load_optimizer, own_tensors, tree_of
 from holdfast.naming import kind_of, optimizer_names, scopes_in_world, unwrap
@@ -23,7 +23,7 @@ from holdfast.records.codec import Json, decode
 from holdfast.records.manifest import TensorRecord, TreeRecord
 from holdfast.records.strategy import LoadStrategy
 from holdfast.records.targets import Fitted, Request
-from holdfast.tensors import dtype_name, held_piece, is_sharded, torch_dtype
+from holdfast.tensors import dtype_name, held_piece, is_sharded, shares_elements, torch_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,35 +160,43 @@ class _Matcher:
         live = tree_of(self.fitted.component, self.component, state, None)
         live_values, saved_values = _object(live.values, tree), _object(self.saved.values(tree), tree)
         wanted: dict[str, list[str]] = {}
-        extras: dict[str, Json] = {}
+        extras: dict[str, _Pending] = {}
+        spared: set[str] = set()
         for key, value in live_values.items():
+            # An extra state is the module's own to take up, also where it is a tensor.
+            reference = None if key.rpartition(".")[2] == "_extra_state" else _reference(value)
             if self._excluded(layout.leaf_name(tree.name, key)):
-                continue
-            if key not in saved_values:
+                spared.add(reference or "")
+            elif key not in saved_values:
                 self.fitted.missing.append(layout.leaf_name(tree.name, key))
-            elif (reference := _reference(value)) is not None:
+            elif reference is not None:
                 wanted.setdefault(reference, []).append(key)
             else:
-                extras[key] = saved_values[key]
+                extras[key] = self._decode(tree, saved_values[key], key)
         self._note_unused(tree, [key for key in saved_values if key not in live_values])
         for path, keys in wanted.items():
-            self._want(tree, live.tensors[path], keys, saved_values)
-        decoded = {
-            key: decode(value, path=layout.leaf_name(tree.name, key), tensor=None) for key, value in extras.items()
-        }
-        strict = not isinstance(self.component, Trainable)
+            # A tied tensor of which one name is excluded is excluded.
+            if path not in spared:
+                self._want(tree, live.tensors[path], keys, saved_values)
 
         def take_up() -> None:
             # The tensors in it are the live ones, filled by now: what is left to do is what the modules' own hooks and
             # extra states want to do.
             state.update(own_tensors(module, state))
-            state.update(decoded)
-            set_model_state_dict(module, state, options=StateDictOptions(strict=strict))
+            state.update({key: extra.value() for key, extra in extras.items()})
+            # The names were compared already; a hook that keeps some out of the state dict is the module's affair.
+            if state:
+                set_model_state_dict(module, state, options=StateDictOptions(strict=False))
 
         self.fitted.take_up = take_up
 
     def match_optimizer(self, tree: TreeRecord) -> None:
         optimizer = unwrap(self.component)
+        if self.strategy.strict and tree.type not in ("", type(optimizer).__name__):
+            self.fitted.mismatched.append(
+                f"{tree.name}: state of {tree.type} in the checkpoint, {type(optimizer).__name__} now"
+            )
+            return
         names = optimizer_names(optimizer, self.components, self.fitted.component)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         saved_values = _object(self.saved.values(tree), tree)
@@ -213,7 +221,10 @@ class _Matcher:
             for key, value in saved_values.items()
             if key not in ("state", "param_groups")
         }
-        decoded = [self._decode(tree, group, "param_groups") for group in packed_groups]
+        decoded = [
+            group if isinstance(group, _Pending) else self._decode(tree, group, "param_groups")
+            for group in packed_groups
+        ]
 
         def take_up() -> None:
             values = {key: state.value() for key, state in states.items()}
@@ -253,7 +264,7 @@ class _Matcher:
         def target(reference: str) -> torch.Tensor:
             leaf = self._leaf(tree, reference)
             current = live.get(reference.removeprefix(prefix)) if isinstance(live, Mapping) else None
-            wrong = _misfit(leaf, parameter)
+            wrong = _misfit(leaf, parameter) if not isinstance(optimizer, torch.optim.LBFGS) else None
             if wrong is not None:
                 self.fitted.mismatched.append(f"{leaf.name}: {wrong}")
             if isinstance(current, torch.Tensor) and _fits(leaf, current):
@@ -278,6 +289,11 @@ class _Matcher:
         if len({tuple(chunk.digests for chunk in leaf.chunks) for leaf in leaves}) > 1:
             self.fitted.mismatched.append(f"{leaves[0].name}: is tied to {leaves[1].name} now, and differed when saved")
         leaf = leaves[0]
+        if shares_elements(tensor):
+            self.fitted.mismatched.append(
+                f"{leaf.name}: its elements share memory now (expand), so it cannot be filled"
+            )
+            return
         if not _fits(leaf, tensor):
             self.fitted.mismatched.append(
                 f"{leaf.name}: {leaf.dtype} {list(leaf.shape)} in the checkpoint, "
@@ -344,6 +360,7 @@ class _Matcher:
         glob = self.strategy.excluding(leaf)
         if glob is not None:
             self.fitted.globs.add(glob)
+            self.fitted.left_out.add(leaf)
         return glob is not None
 
     def _note_unused(self, tree: TreeRecord, keys: Sequence[str]) -> None:
@@ -366,10 +383,12 @@ def _misfit(leaf: TensorRecord, parameter: torch.Tensor) -> str | None:
 
 def _packed_groups(
     optimizer: torch.optim.Optimizer, names: Sequence[str], groups: Sequence[dict[str, Json]], fitted: Fitted
-) -> list[dict[str, Any]]:
-    """The saved options of each live group, with the parameters' numbers in place of their names."""
+) -> list[dict[str, Any] | _Pending]:
+    """The saved options of each live group, with the parameters' numbers in place of their names; a group of which
+    nothing was saved keeps its own."""
     by_name = {str(name): group for group in groups for name in group["params"]}  # type: ignore[union-attr]
-    packed, start = [], 0
+    packed: list[dict[str, Any] | _Pending] = []
+    start = 0
     for index, live in enumerate(optimizer.param_groups):
         numbers = list(range(start, start + len(live["params"])))
         start += len(numbers)
@@ -379,20 +398,10 @@ def _packed_groups(
             fitted.mismatched.append(
                 f"{fitted.component}.param_groups.{index}: its parameters were in different groups"
             )
-        if not options:
-            options = _options_of_empty_group(index, live, groups)
-        packed.append({**options[0], "params": numbers})
+        if not options and index < len(groups) and not groups[index]["params"]:
+            options = [{key: value for key, value in groups[index].items() if key != "params"}]
+        packed.append({**options[0], "params": numbers} if options else _Pending.of({**live, "params": numbers}))
     return packed
-
-
-def _options_of_empty_group(
-    index: int, live: Mapping[str, Any], groups: Sequence[dict[str, Json]]
-) -> list[dict[str, Any]]:
-    """A group of which no parameter was saved takes the options that stood in its place, if those had none either."""
-    if index < len(groups) and not groups[index]["params"]:
-        return [{key: value for key, value in groups[index].items() if key != "params"}]
-    plain = {key: value for key, value in live.items() if isinstance(value, bool | int | float | str | None)}
-    return [plain]
 
 
 def _is_optimizer_state(state: Any) -> bool:

@@ -1,8 +1,8 @@
 """Decide who writes what. Every rank's inventory enters, each rank's duty leaves. Knows no torch, no files.
 
 A leaf that several ranks hold is written once, by the rank that has least to write so far, or, where they may differ,
-by the first. How a sharded tensor is cut
-was decided by PyTorch before; here the pieces are only checked to make up the whole.
+by the first. How a sharded tensor is cut was decided by PyTorch before; here the pieces are only checked to make up the
+whole.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class TreePlan:
     scope: str
     owner: int
     merged: Json | None = None
+    type: str = ""
 
     @property
     def name(self) -> str:
@@ -132,7 +133,7 @@ def _assign_trees(inventories: Sequence[Inventory], scopes: Sequence[tuple[str, 
         merged = None
         if first.kind != "values" and len({tree.digest for _, tree in held}) > 1:
             merged, owner = _merge(first.component, scope, [tree for _, tree in held]), 0
-        trees[name] = TreePlan(first.component, first.kind, scope, owner, merged)
+        trees[name] = TreePlan(first.component, first.kind, scope, owner, merged, first.type)
     return trees
 
 
@@ -141,14 +142,32 @@ def _merge(component: str, scope: str, trees: Sequence[TreeEntry]) -> Json:
     if scope:
         raise UsageError(f"the ranks of '{scope}' have different values", component=component)
     merged: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for tree in trees:
         values = msgspec.msgpack.decode(tree.values)
         groups = values.pop("param_groups", None) if tree.kind == "optimizer" else None
         _merge_into(merged, values, component)
         for group in groups or ():
-            if group not in merged.setdefault("param_groups", []):
-                merged["param_groups"].append(group)
+            _merge_group(merged.setdefault("param_groups", []), options, group, component)
     return merged
+
+
+def _merge_group(groups: list[Any], options: dict[str, Any], group: dict[str, Any], component: str) -> None:
+    """A parameter that several ranks have must have the same options on all of them."""
+    own = {key: value for key, value in group.items() if key != "params"}
+    for name in group["params"]:
+        if options.setdefault(name, own) != own:
+            differing = sorted(
+                key for key in own.keys() | options[name].keys() if own.get(key) != options[name].get(key)
+            )
+            raise UsageError(
+                f"the ranks have different options for it: {', '.join(differing)}",
+                component=component,
+                leaf=f"{component}.{name}",
+                advice="make them the same on all ranks, or wrap the optimizer in PerRank",
+            )
+    if group not in groups:
+        groups.append(group)
 
 
 def _merge_into(merged: dict[str, Any], values: dict[str, Any], path: str) -> None:

@@ -45,7 +45,8 @@ def locate(location: Location, selector: str | int = "latest") -> tuple[Catalog,
     if "://" in text and not text.startswith("file://"):
         head, selector = _split(text, selector)
         return Catalog(open_storage(head)), parse_selector(selector)
-    path, selector = _existing(path_of_file_url(text) if text.startswith("file://") else text, selector)
+    text = path_of_file_url(text) if text.startswith("file://") else os.path.expanduser(text)
+    path, selector = _existing(text, selector)
     try:
         return _at_path(path, selector)
     except (OSError, RuntimeError) as error:

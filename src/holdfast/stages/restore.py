@@ -23,36 +23,39 @@ def restore_values(fitted: Sequence[Fitted], components: Mapping[str, Any]) -> N
     done: list[str] = []
     for one in fitted:
         if one.kind == "values" and not _is_random_state(one, components):
-            _take_up(one, done)
+            _take_up(one, _before(done))
+            done.append(one.component)
 
 
 def restore_tensors(fitted: Sequence[Fitted], components: Mapping[str, Any]) -> None:
     """Take up models and optimizers, whose memory is filled by now, and the random state after everything else."""
-    done: list[str] = []
+    changed = "the live tensors had been filled before; restore another checkpoint before you go on"
     for one in fitted:
         if one.kind != "values":
-            _take_up(one, done)
+            _take_up(one, changed)
     _carry_learning_rates([one.component for one in fitted], components)
     for one in fitted:
         if _is_random_state(one, components):
-            _take_up(one, done)
+            _take_up(one, changed)
 
 
 def _is_random_state(fitted: Fitted, components: Mapping[str, Any]) -> bool:
     return isinstance(unwrap(components[fitted.component]), RNGState)
 
 
-def _take_up(fitted: Fitted, done: list[str]) -> None:
+def _before(done: Sequence[str]) -> str:
+    return f"{', '.join(done)} had been restored before" if done else "nothing had been restored before"
+
+
+def _take_up(fitted: Fitted, before: str) -> None:
     try:
         fitted.take_up()
     except HoldfastError:
         raise
     except Exception as error:
-        before = f"{', '.join(done)} had been restored before" if done else "nothing had been restored before"
         raise StateMismatchError(
             f"its load_state_dict raised {type(error).__name__}: {error} ({before})", component=fitted.component
         ) from error
-    done.append(fitted.component)
 
 
 def _carry_learning_rates(restored: Sequence[str], components: Mapping[str, Any]) -> None:

@@ -36,7 +36,7 @@ def open_storage(location: str | os.PathLike[str] | Storage) -> Storage:
     text = os.fspath(location)
     scheme = _SCHEME.match(text)
     if isinstance(location, os.PathLike) or scheme is None:
-        return LocalStorage(text)
+        return LocalStorage(os.path.expanduser(text))
     name = scheme.group(1).lower()
     return LocalStorage(path_of_file_url(text)) if name == "file" else _opener(name, text)(text)
 
