@@ -131,7 +131,7 @@ def test_an_optimizer_that_keeps_vectors_of_all_parameters(tmp_path: Path) -> No
             loss.backward()
             return loss
 
-        return float(optimizer.step(closure))
+        return float(optimizer.step(closure).detach())
 
     model, optimizer = parts()
     train(model, optimizer)
