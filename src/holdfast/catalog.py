@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import uuid
@@ -23,6 +24,7 @@ from holdfast.errors import (
     HoldfastError,
     KeyExistsError,
     KeyMissingError,
+    StorageError,
     UnsupportedFormatError,
     UsageError,
 )
@@ -39,6 +41,8 @@ from holdfast.records.manifest import (
 )
 from holdfast.records.selector import Selector
 from holdfast.storage.base import Storage
+
+logger = logging.getLogger("holdfast")
 
 _MAX_RUN_BYTES = 1 << 20
 
@@ -311,6 +315,16 @@ class Catalog:
         self.storage.sync(manifest.folder)
         checkpoint = self._known[digest_of(data)] = Checkpoint(manifest, digest, self.storage)
         return checkpoint
+
+    def point_latest(self, folder: str) -> None:
+        """Move the `latest` link where the storage has links. It is for people; no reader of ours looks at it."""
+        point = getattr(self.storage, "point", None)
+        if point is None:
+            return
+        try:
+            point(layout.LATEST_LINK, folder)
+        except StorageError as error:
+            logger.warning("committed, but the link 'latest' could not be moved: %s", error)
 
     def _names(self) -> list[str]:
         return [entry.name for entry in self.storage.entries("")]

@@ -213,7 +213,7 @@ class _SaveChain:
             seconds,
             checkpoint.path,
         )
-        _point_at(self.catalog, folder)
+        self.catalog.point_latest(folder)
         return checkpoint
 
 
@@ -224,14 +224,3 @@ def _discard(names: Sequence[str], folder: str, catalog: Catalog) -> None:
             catalog.storage.delete(layout.key(folder, name))
         except StorageError as error:
             logger.debug("could not remove %s of an abandoned attempt: %s", name, error)
-
-
-def _point_at(catalog: Catalog, folder: str) -> None:
-    """Move the `latest` link where the storage has links. It is for people; no reader of ours looks at it."""
-    point = getattr(catalog.storage, "point", None)
-    if point is None:
-        return
-    try:
-        point(layout.LATEST_LINK, folder)
-    except StorageError as error:
-        logger.warning("committed, but the link 'latest' could not be moved: %s", error)

@@ -186,7 +186,7 @@ class HoldfastWriter(StorageWriter):  # type: ignore[misc]
         logger.info(
             "committed step %d: %.1f MiB to %s", checkpoint.step, checkpoint.size_bytes / 2**20, checkpoint.path
         )
-        _point_at(self._catalog, checkpoint.folder)
+        self._catalog.point_latest(checkpoint.folder)
 
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta(checkpoint_id=self._run if isinstance(self._run, str | os.PathLike) else None)
@@ -472,17 +472,6 @@ def _json(node: Any) -> Json:
     if all(isinstance(key, str) and not key.startswith("$") for key in keys):
         return {str(key): _json(value) for key, value in node.items()}
     return {"$dict": [[key, _json(value)] for key, value in zip(keys, node.values(), strict=True)]}
-
-
-def _point_at(catalog: Catalog, folder: str) -> None:
-    """Move the `latest` link where the storage has links. It is for people; no reader of ours looks at it."""
-    point = getattr(catalog.storage, "point", None)
-    if point is None:
-        return
-    try:
-        point(layout.LATEST_LINK, folder)
-    except StorageError as error:
-        logger.warning("committed, but the link 'latest' could not be moved: %s", error)
 
 
 def _is_location(checkpoint_id: object) -> bool:
