@@ -145,7 +145,8 @@ class _SaveChain:
             self.ranks.decide(
                 "write", lambda: self._write(decided, names), self._note_receipts, sends=Receipt, returns=None
             )
-        except Exception:
+        except (Exception, KeyboardInterrupt):
+            # Safe also when only this rank gave up: the commit waits for every rank to have passed this agreement.
             _discard([*names, layout.ATTEMPT] if self.ranks.rank == 0 else names, decided.folder, self.catalog)
             raise
 

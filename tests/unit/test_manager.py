@@ -712,6 +712,25 @@ def test_a_save_that_fails_in_the_middle_leaves_the_run_as_it_was_and_the_next_o
     assert holdfast.verify(storage, 2).ok
 
 
+@pytest.mark.guarantee("G6")
+def test_an_interrupted_save_leaves_nothing_behind_and_the_next_one_works() -> None:
+    class Interrupted(MemoryStorage):
+        armed = True
+
+        def create(self, key: str, size_bytes: int) -> Any:
+            if self.armed and key.endswith("shared.json"):
+                raise KeyboardInterrupt
+            return super().create(key, size_bytes)
+
+    storage = Interrupted()
+    with holdfast.CheckpointManager("run", parts(), storage=storage) as manager:
+        with pytest.raises(KeyboardInterrupt):
+            manager.save(1)
+        assert [entry.name for entry in storage.entries("")] == ["run.json"]
+        storage.armed = False
+        assert manager.save(1).wait().folder == "step-000000001"
+
+
 @pytest.mark.guarantee("G12")
 def test_a_newer_format_is_refused_by_name(run: Path) -> None:
     manifest = run / "step-000000003" / "manifest.json"
