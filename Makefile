@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+BENCH := $(VENV)/.bench
 
 .PHONY: demo test lint types unit bench clean
 
@@ -27,7 +28,11 @@ types: $(READY)
 unit: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-bench: $(READY)
+$(BENCH): $(READY)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,bench]'
+	touch $(BENCH)
+
+bench: $(BENCH)
 	$(BIN)/python benchmarks/run.py
 
 clean:

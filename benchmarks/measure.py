@@ -1,16 +1,21 @@
-"""Measure contenders in turn, round by round, so that a slow moment of the machine hits all of them; then one table."""
+"""Measure contenders in turn, round by round, so that a slow moment of the machine hits all of them; then one table.
+
+A bar is what we set out to reach. It is met or not by the numbers of the same run; one without numbers says so.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import resource
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -66,24 +71,110 @@ def table(title: str, contenders: list[Contender], size_bytes: int, baseline: st
 
 
 def store(name: str, text: str, contenders: dict[str, list[Contender]]) -> None:
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.md").write_text(f"{text}\n{_machine()}\n")
     numbers = {
         title: {one.name: {"seconds": one.seconds, "cpu_seconds": one.cpu_seconds} for one in group}
         for title, group in contenders.items()
     }
-    (RESULTS / f"{name}.json").write_text(json.dumps(numbers, indent=1) + "\n")
-    print(text)
+    write_results(name, text, numbers, RESULTS)
+
+
+def write_results(name: str, text: str, numbers: Any, folder: Path) -> None:
+    """One table for people and the same numbers for the plot."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.md").write_text(f"{text}\n{machine()}\n")
+    (folder / f"{name}.json").write_text(json.dumps(numbers, indent=1) + "\n")
+    print(text, flush=True)
+
+
+def arguments(doc: str | None) -> argparse.ArgumentParser:
+    """What every question takes; `run.py` passes it on."""
+    parser = argparse.ArgumentParser(description=doc)
+    parser.add_argument("folder", type=Path, help="scratch folder on the disk to measure; it is emptied")
+    parser.add_argument("rounds", type=int, nargs="?", default=7)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the table and its numbers")
+    parser.add_argument("--small", action="store_true", help="small states: shows that the script works, nothing else")
+    parser.add_argument("--mode", default="async", help="the mode of Holdfast that the bars are about")
+    return parser
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar, and what was measured against it. `met` is None when there is nothing to compare."""
+
+    what: str
+    bar: str
+    measured: str
+    met: bool | None
+
+    def line(self) -> str:
+        verdict = {True: "met", False: "**not met**", None: "not measured"}[self.met]
+        return f"| {self.what} | {self.bar} | {self.measured} | {verdict} |"
+
+
+Number = float | None
+
+
+def at_most(what: str, measured: Number, limit: Number, why: str = "", unit: str = "s") -> Bar:
+    met = None if measured is None or limit is None else measured <= limit
+    return Bar(what, f"at most {_amount(limit, unit)}{_because(why)}", _amount(measured, unit), met)
+
+
+def under(what: str, measured: Number, limit: Number, why: str = "", unit: str = "s") -> Bar:
+    met = None if measured is None or limit is None else measured < limit
+    return Bar(what, f"under {_amount(limit, unit)}{_because(why)}", _amount(measured, unit), met)
+
+
+def at_least(what: str, measured: Number, limit: Number, why: str = "", unit: str = "") -> Bar:
+    met = None if measured is None or limit is None else measured >= limit
+    return Bar(what, f"at least {_amount(limit, unit)}{_because(why)}", _amount(measured, unit), met)
+
+
+def bars_table(bars: Sequence[Bar]) -> str:
+    lines = ["| bar | wanted | measured | |", "|---|---|---:|---|", *(bar.line() for bar in bars)]
+    return "\n".join(lines) + "\n"
+
+
+def median(values: Sequence[float]) -> Number:
+    return statistics.median(values) if values else None
+
+
+def ratio(part: Number, whole: Number) -> Number:
+    return None if part is None or not whole else part / whole
+
+
+def times(number: Number, factor: float) -> Number:
+    return None if number is None else number * factor
+
+
+def show(value: Number, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def span(values: Sequence[float], digits: int = 3) -> str:
+    return f"{min(values):.{digits}f}-{max(values):.{digits}f}" if values else "-"
+
+
+def machine() -> str:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    device = f"{torch.cuda.get_device_name()}, " if torch.cuda.is_available() else ""
+    return (
+        f"{device}{os.cpu_count()} cores, {memory:.0f} GiB of memory, Linux {platform.release().split('-')[0]}, "
+        f"Python {platform.python_version()}, torch {torch.__version__}"
+    )
+
+
+def _amount(value: Number, unit: str) -> str:
+    if value is None:
+        return "?"
+    if unit == "s" and abs(value) < 0.1:
+        return f"{value * 1000:.1f} ms"
+    return f"{value:.3f} {unit}".rstrip() if unit != "%" else f"{value:.2f} %"
+
+
+def _because(why: str) -> str:
+    return f" ({why})" if why else ""
 
 
 def _cpu() -> float:
     own = resource.getrusage(resource.RUSAGE_SELF)
     return own.ru_utime + own.ru_stime
-
-
-def _machine() -> str:
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return (
-        f"{os.cpu_count()} cores, {memory:.0f} GiB of memory, Linux {platform.release().split('-')[0]}, "
-        f"Python {platform.python_version()}, torch {torch.__version__}"
-    )

@@ -13,6 +13,7 @@ from holdfast._version import __version__
 if TYPE_CHECKING:
     from holdfast.blocks import build_train_state, checkpoints, is_restart, peek, resolve, restore_train_state, verify
     from holdfast.catalog import Checkpoint
+    from holdfast.checkpointer import AsyncCheckpointer
     from holdfast.components import PerRank, RNGState, Shared, Trainable, get_rng_state, set_rng_state
     from holdfast.errors import (
         CheckpointNotFoundError,
@@ -29,15 +30,19 @@ if TYPE_CHECKING:
         UsageError,
     )
     from holdfast.formats.dcp import HoldfastReader, HoldfastWriter
-    from holdfast.manager import CheckpointManager, RestoreResult, SaveHandle
+    from holdfast.handle import SaveHandle
+    from holdfast.manager import CheckpointManager, RestoreResult
     from holdfast.records.codec import register_type
+    from holdfast.records.events import Event
     from holdfast.records.report import Report
     from holdfast.records.strategy import LoadStrategy
 
 _HOME = {
     "CheckpointManager": "manager",
     "RestoreResult": "manager",
-    "SaveHandle": "manager",
+    "SaveHandle": "handle",
+    "AsyncCheckpointer": "checkpointer",
+    "Event": "records.events",
     "LoadStrategy": "records.strategy",
     "Report": "records.report",
     "register_type": "records.codec",

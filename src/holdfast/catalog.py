@@ -255,6 +255,21 @@ class Catalog:
         scan = self.scan()
         return bool(scan.checkpoints or scan.damaged)
 
+    def next_sequence(self) -> int:
+        """The number of the next commit: one more than any that is there. Only what is new is read."""
+        known = {checkpoint.folder: checkpoint for checkpoint in self._known.values()}
+        highest = 0
+        for name in self._names():
+            if layout.parse_folder(name) is None:
+                continue
+            try:
+                # A committed checkpoint never changes, so one that was read before counts as it was then.
+                highest = max(highest, (known.get(name) or self.read(name)).sequence)
+            except HoldfastError:
+                # An attempt, or damage, which is for readers to report.
+                continue
+        return highest + 1
+
     def open_run(self) -> str:
         """The run's id. The record is created by the first who comes; whoever loses that race reads the winner's."""
         existing = self._read_run()
@@ -271,10 +286,33 @@ class Catalog:
     def claim(self, step: int, world_size: int) -> tuple[str, str]:
         """Take the next free name for an attempt at a step, and the claim that is laid down in it. Two that try at once
         get two names."""
-        taken = {
-            parsed.attempt for name in self._names() if (parsed := layout.parse_folder(name)) and parsed.step == step
-        }
-        attempt = max(taken, default=0) + 1
+        attempt = self.attempts().get(step, 0) + 1
+        while True:
+            folder = layout.folder_name(step, attempt)
+            try:
+                return folder, self.claim_folder(folder, world_size)
+            except KeyExistsError:
+                attempt += 1
+
+    def attempts(self) -> dict[int, int]:
+        """The highest number that an attempt at each step has so far."""
+        found: dict[int, int] = {}
+        for name in self._names():
+            parsed = layout.parse_folder(name)
+            if parsed is not None:
+                found[parsed.step] = max(parsed.attempt, found.get(parsed.step, 0))
+        return found
+
+    def open_attempts(self) -> list[str]:
+        """The folders in which nothing is committed, found without reading a manifest."""
+        names = [name for name in self._names() if layout.parse_folder(name) is not None]
+        return [name for name in names if not self._is_committed(name)]
+
+    def _is_committed(self, folder: str) -> bool:
+        return any(entry.name == layout.MANIFEST for entry in self.storage.entries(folder))
+
+    def claim_folder(self, folder: str, world_size: int, **more: Any) -> str:
+        """Take this name for an attempt, and give the claim; a KeyExistsError when somebody has it."""
         claim = uuid.uuid4().hex
         who = {
             "claim": claim,
@@ -282,14 +320,10 @@ class Catalog:
             "process": os.getpid(),
             "started": _now(),
             "world_size": world_size,
+            **more,
         }
-        while True:
-            folder = layout.folder_name(step, attempt)
-            try:
-                self.storage.put(layout.key(folder, layout.ATTEMPT), msgspec.json.encode(who) + b"\n")
-                return folder, claim
-            except KeyExistsError:
-                attempt += 1
+        self.storage.put(layout.key(folder, layout.ATTEMPT), msgspec.json.encode(who) + b"\n")
+        return claim
 
     def require_claim(self, folder: str, claim: str) -> None:
         """Make sure that this rank sees what the leader sees. A path may be a disk of its own on every machine, and

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.utils.weak import WeakIdKeyDictionary
 
 from holdfast.components import RNGState, Trainable
 from holdfast.errors import StateMismatchError, UsageError
@@ -65,11 +66,33 @@ def component_state(name: str, component: Any, components: Mapping[str, Any]) ->
     if kind == "module":
         if next(inner.parameters(), None) is None and next(inner.buffers(), None) is None:
             return dict(inner.state_dict())
-        only_trainable = isinstance(component, Trainable)
-        return dict(get_model_state_dict(inner, options=StateDictOptions(ignore_frozen_params=only_trainable)))
+        return _trainable_state(inner) if isinstance(component, Trainable) else _model_state(inner)
     if kind == "optimizer":
         return _optimizer_state(inner, optimizer_names(inner, components, name))
     return inner.state_dict()
+
+
+def _trainable_state(module: torch.nn.Module) -> dict[str, Any]:
+    return dict(get_model_state_dict(module, options=StateDictOptions(ignore_frozen_params=True)))
+
+
+def _model_state(module: torch.nn.Module) -> dict[str, Any]:
+    """What PyTorch's `get_model_state_dict` gives. It takes most of its time to find the names, which stay."""
+    raw = module.state_dict()
+    keys = tuple(raw)
+    known: tuple[tuple[str, ...], list[str]] | None = _model_keys.get(module)
+    if known is not None and known[0] == keys:
+        return dict(zip(known[1], raw.values(), strict=True))
+    state = dict(get_model_state_dict(module))
+    names = [clean_name(module, key) for key in keys]
+    if set(names) != set(state) or len(names) != len(state):
+        return state  # names that are made in some other way: PyTorch is asked each time
+    _model_keys[module] = (keys, names)
+    return {name: state[name] for name in names}
+
+
+# The keys that a module's own state dict had, and the names that PyTorch gave to them.
+_model_keys = WeakIdKeyDictionary()
 
 
 def _collector(component: str, tensors: dict[str, torch.Tensor]) -> Callable[[str, Any], str]:

@@ -27,17 +27,20 @@ from holdfast.errors import (
 )
 from holdfast.memory import collector_paused
 from holdfast.naming import kind_of
+from holdfast.progress import Progress
 from holdfast.ranks import Ranks, on_leader, together
 from holdfast.records.codec import Json, plain
 from holdfast.records.manifest import TreeRecord
+from holdfast.records.report import Problem
 from holdfast.records.selector import Selector
 from holdfast.records.state import FrozenEntry
 from holdfast.records.strategy import LoadStrategy
-from holdfast.records.targets import Fitted
+from holdfast.records.targets import Fitted, Request
+from holdfast.shadows import Shadows, room_on
 from holdfast.stages.capture import take_frozen
 from holdfast.stages.match import Place, SavedState, match
 from holdfast.stages.plan import frozen_guards
-from holdfast.stages.read import check_bytes, check_sizes, read
+from holdfast.stages.read import check_bytes, check_sizes, read, size_of
 from holdfast.stages.resolve import candidates
 from holdfast.stages.restore import restore_tensors, restore_values
 
@@ -168,6 +171,7 @@ class _Attempt:
         self.absent: list[str] = []
         self.values: dict[str, dict[str, Json]] = {}
         self.present: set[str] = set()
+        self.shadows = Shadows()
 
     def fit(self) -> _Fit:
         """This rank's part: fit every component, from the manifest and the values alone."""
@@ -224,16 +228,19 @@ class _Attempt:
         }
 
     def check(self) -> _Texts:
-        """The damage in what this rank needs. New memory is filled right away; live memory's bytes are only checked."""
-        requests = [request for one in self.fitted for request in one.requests]
-        fresh = [request for request in requests if request.fresh]
-        live = [request for request in requests if not request.fresh]
-        problems = read(self.checkpoint, fresh, checked=self.request.verify == "full")
-        if self.request.verify == "full":
-            problems += check_bytes(self.checkpoint, live)
-        elif self.request.verify == "quick":
-            problems += check_sizes(self.checkpoint, live)
-        return tuple(str(problem) for problem in problems)
+        """The damage in what this rank needs. New memory is filled right away, and so is memory that stands in for live
+        tensors; where there is none, the bytes for them are only checked."""
+        fresh, live = self._requests(fresh=True), self._requests(fresh=False)
+        if self.request.verify != "full":
+            problems = check_sizes(self.checkpoint, live) if self.request.verify == "quick" else []
+            return _texts(problems + self._read(fresh, checked=False))
+        self.shadows = Shadows.of(live, room_on)
+        problems = self._read([*fresh, *self.shadows.requests], checked=True)
+        with self._progress("checking", self.shadows.rest) as progress:
+            problems += check_bytes(self.checkpoint, self.shadows.rest, on_bytes=progress.add)
+        if problems:
+            self.shadows.drop()
+        return _texts(problems)
 
     def restore_values(self) -> None:
         restore_values(self.fitted, self.request.components)
@@ -338,9 +345,19 @@ class _Attempt:
                     )
             self.present.add(name)
 
+    def _requests(self, *, fresh: bool) -> list[Request]:
+        return [request for one in self.fitted for request in one.requests if request.fresh is fresh]
+
+    def _read(self, requests: Sequence[Request], *, checked: bool) -> list[Problem]:
+        with self._progress("restoring", requests) as progress:
+            return read(self.checkpoint, requests, checked=checked, readers=self.place.size, on_bytes=progress.add)
+
+    def _progress(self, doing: str, requests: Sequence[Request]) -> Progress:
+        return Progress(f"{doing} step {self.checkpoint.step}", size_of(requests), shown=self.place.rank == 0)
+
     def _fill_live(self) -> None:
-        live = [request for one in self.fitted for request in one.requests if not request.fresh]
-        problems = read(self.checkpoint, live, checked=self.request.verify == "full")
+        checked = self.request.verify == "full"
+        problems = self._read(self.shadows.rest if checked else self._requests(fresh=False), checked=checked)
         if problems:
             raise CorruptCheckpointError(
                 "the checkpoint changed while it was restored, and live tensors were overwritten",
@@ -349,6 +366,7 @@ class _Attempt:
                 problems=[str(problem) for problem in problems],
                 advice="restore another one before you go on",
             )
+        self.shadows.fill()
 
     def _check_guards(self, live: Mapping[str, Json]) -> None:
         """Compare what both sides name."""
@@ -368,6 +386,10 @@ class _Attempt:
             guards=wrong,
             advice="restore with what the checkpoint was made with, or on_guard_mismatch='warn'",
         )
+
+
+def _texts(problems: Sequence[Problem]) -> _Texts:
+    return tuple(str(problem) for problem in problems)
 
 
 def _unexpected(fits: Sequence[_Fit]) -> list[str]:

@@ -4,32 +4,35 @@ leave. All it does itself is to check arguments and keep the line of checkpoints
 from __future__ import annotations
 
 import logging
-import math
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Literal, Self, TypeVar
-
-import numpy
-import torch
+from typing import Any, Literal, Self, TypeVar, get_args
 
 from holdfast.catalog import Catalog, Checkpoint
 from holdfast.components import RNGState
 from holdfast.errors import CheckpointNotFoundError, ClosedError, UsageError
+from holdfast.handle import SaveHandle
+from holdfast.leading import SaveRequest
 from holdfast.loading import Loaded, LoadRequest, Verify, load
 from holdfast.naming import kind_of
 from holdfast.ranks import on_leader, torch_ranks
-from holdfast.records.codec import Json, encode
+from holdfast.records.codec import encode
+from holdfast.records.events import Event
 from holdfast.records.layout import check_component_name, check_step
 from holdfast.records.selector import Selector, check_tag, parse_selector
 from holdfast.records.strategy import LoadStrategy
-from holdfast.saving import Saved, SaveRequest, save
+from holdfast.requests import check_callable, check_limit, check_timeout, encoded, encoded_metrics, one_of
+from holdfast.saving import Saver
 from holdfast.stages.resolve import Location, locate
+from holdfast.staging import ChosenMode
 from holdfast.storage.base import Storage
 from holdfast.storage.registry import open_storage
+from holdfast.survivors import wait_for_survivors
 
 logger = logging.getLogger("holdfast")
 
@@ -61,42 +64,16 @@ class RestoreResult:
     passed_over: tuple[str, ...] = ()
 
 
-class SaveHandle:
-    """One save. In sync mode it is done when you get it."""
-
-    def __init__(self, step: int, saved: Saved, catalog: Catalog) -> None:
-        self.step = step
-        self.skipped = saved.skipped
-        self._saved = saved
-        self._catalog = catalog
-        self._checkpoint: Checkpoint | None = None
-
-    def staged(self) -> bool:
-        """Whether the training may change its tensors again."""
-        return True
-
-    def done(self) -> bool:
-        """Whether the checkpoint is committed."""
-        return True
-
-    def wait(self) -> Checkpoint:
-        """The committed checkpoint."""
-        if self._checkpoint is None:
-            self._checkpoint = self._catalog.read(self._saved.folder)
-        return self._checkpoint
-
-    def __repr__(self) -> str:
-        state = "committed before" if self.skipped else "committed"
-        return f"SaveHandle(step={self.step}, {state})"
-
-
 class CheckpointManager:
     """Saves and restores the state of a training run.
 
     run: the folder or URL that holds the run's checkpoints.
     state: the components by name: models, optimizers, schedulers, loaders, anything with `state_dict` and
         `load_state_dict`. `PerRank`, `Shared` and `Trainable` say more about one.
-    mode: "sync" saves in the call. "auto" takes the best mode there is.
+    mode: when `save` returns. "sync": when the checkpoint is committed. "async": when the state is copied to memory of
+        its own, from which a writer process saves it. "async_pinned": at once, while a GPU's copies are under way; the
+        next step of the optimizers in `state` waits for them on the device. "async_device": the same from a clone on
+        the GPU, where its memory allows. "auto" takes the best asynchronous one for the devices that hold the state.
     rng: keep the random state of every rank, as the component "rng".
     config: the run's configuration, stored with every checkpoint. assets: files and folders stored with it.
     resume: "auto" starts fresh when there is nothing to restore, "required" makes that an error, "never" always starts
@@ -105,7 +82,11 @@ class CheckpointManager:
         names collide.
     storage: the door to the bytes, when it is not the run's own path or URL.
     verify: "full" checks every byte that is restored, "quick" sizes and the manifest, "off" the manifest alone.
-    timeout: seconds to wait for the other ranks before a call fails on all of them.
+    timeout: seconds to wait for the other ranks, or for a disk that stands still, before a call fails on all ranks.
+    staging_limit_bytes: the memory that copies of a rank's state may take. A save that needs more is written in pieces
+        before `save` returns.
+    on_event: a function that gets an `Event` when a save or a restore started, was staged, written, committed, failed,
+        was restored. It is called in the thread where that happens, and what it raises is logged.
 
     Every method that saves or restores is called on all ranks, in the same order. All of them return the same or raise
     the same.
@@ -116,7 +97,7 @@ class CheckpointManager:
         run: Location,
         state: Mapping[str, Any],
         *,
-        mode: Literal["auto", "sync"] = "auto",
+        mode: ChosenMode = "auto",
         rng: bool = True,
         config: Any = None,
         assets: Sequence[str | os.PathLike[str]] = (),
@@ -126,31 +107,42 @@ class CheckpointManager:
         storage: Storage | None = None,
         verify: Verify = "full",
         timeout: float = _DEFAULT_TIMEOUT_SECONDS,
+        staging_limit_bytes: int | None = None,
+        on_event: Callable[[Event], None] | None = None,
     ) -> None:
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
-            raise UsageError(f"timeout={timeout!r}", advice="give a positive number of seconds")
+        check_timeout(timeout)
         self._ranks = torch_ranks(process_group, timeout_seconds=timeout)
+        self._timeout_seconds = timeout
         self._resume = resume
         self._pipeline_stage = pipeline_stage
         self._verify: Verify = verify
-        self._head: str | None = None
         self._source: tuple[Catalog, Checkpoint] | None = None
         self._strategy = LoadStrategy()
         self._closed = False
 
-        def introduce() -> tuple[str, list[str]]:
-            _one_of("mode", mode, ("auto", "sync"))
-            _one_of("resume", resume, ("auto", "required", "never"))
-            _one_of("verify", verify, ("full", "quick", "off"))
+        def introduce() -> tuple[str, str, list[str]]:
+            one_of("mode", mode, get_args(ChosenMode))
+            one_of("resume", resume, ("auto", "required", "never"))
+            one_of("verify", verify, ("full", "quick", "off"))
             _check_stage(pipeline_stage)
+            check_limit(staging_limit_bytes)
+            check_callable("on_event", on_event)
             self._components = _checked_components(state, rng)
             self._config = encode(config, path="config", on_tensor=None)
             self._assets = _checked_assets(assets) if self._ranks.rank == 0 else ()
             self._catalog = Catalog(storage if storage is not None else open_storage(run))
-            return self._catalog.storage.url, sorted(self._components)
+            return self._catalog.storage.url, mode, sorted(self._components)
 
         # Construction agrees once, so that what is wrong on one rank is known to all here and not at the first save.
-        self._ranks.decide("open", introduce, _agree_on_run, sends=tuple[str, list[str]], returns=None)
+        self._ranks.decide("open", introduce, _agree_on_run, sends=tuple[str, str, list[str]], returns=None)
+        self._saver = Saver(
+            self._catalog,
+            self._ranks,
+            mode=mode,
+            staging_limit_bytes=staging_limit_bytes,
+            timeout_seconds=timeout,
+            on_event=on_event,
+        )
 
     def save(
         self,
@@ -165,7 +157,9 @@ class CheckpointManager:
     ) -> SaveHandle:
         """Save the state after `step` was done. A step that this line of the run has committed is not written again.
 
-        `wait` returns only when the checkpoint is committed, which in sync mode is always so.
+        One save is under way at a time: this waits for the one before it. If that failed, and nobody has heard of it,
+        its error is raised here and nothing is saved; the next save works. `wait` returns only when the checkpoint is
+        committed, which in sync mode is always so.
         """
         self._check_open()
 
@@ -174,22 +168,19 @@ class CheckpointManager:
                 step=check_step(step),
                 components=self._components,
                 pipeline_stage=self._pipeline_stage,
-                parent=self._head,
-                metrics=_encoded_metrics(metrics),
-                progress=_encoded("progress", progress),
-                extra=_encoded("extra", extra),
+                metrics=encoded_metrics(metrics),
+                progress=encoded("progress", progress),
+                extra=encoded("extra", extra),
                 config=self._config,
-                guards=_encoded("guards", guards),
+                guards=encoded("guards", guards),
                 tags=() if tag is None else (check_tag(tag),),
                 assets=self._assets,
             )
 
-        saved = save(self._on_all(f"save of step {step!r:.40}", request), self._catalog, self._ranks)
-        if not saved.skipped:
-            self._head = saved.digest
-        elif (tag or metrics or progress or extra or guards) and self._ranks.rank == 0:
+        pending = self._saver.save(step, request)
+        if pending.skipped and (tag or metrics or progress or extra or guards) and self._ranks.rank == 0:
             logger.warning("step %d was committed before; what this save says besides is not kept", step)
-        handle = SaveHandle(step, saved, self._catalog)
+        handle = SaveHandle(pending, self._catalog)
         if wait:
             handle.wait()
         return handle
@@ -207,8 +198,11 @@ class CheckpointManager:
         folder, a manifest or a link.
         """
         self._check_open()
+        self._saver.drain()
+        started = time.monotonic()
         strategy = strategy if strategy is not None else LoadStrategy()
-        wanted = self._on_all("restore", lambda: _encoded("guards", guards), same=repr(_checked_strategy(strategy)))
+        wanted = self._on_all("restore", lambda: encoded("guards", guards), same=repr(_checked_strategy(strategy)))
+        on_leader(self._ranks, "look for writers", self._wait_for_survivors, returns=None)
         catalog, chosen, explicit = self._locate_together(selector)
         if self._resume == "never" and not explicit:
             return RestoreResult(resumed=False)
@@ -223,6 +217,7 @@ class CheckpointManager:
                 )
             return RestoreResult(resumed=False)
         self._source, self._strategy = (catalog, loaded.checkpoint), strategy
+        self._tell_restored(loaded.checkpoint, time.monotonic() - started)
         return self._resumed(loaded, strategy, own_run=catalog is self._catalog)
 
     def attach(self, name: str, component: Any) -> bool:
@@ -248,7 +243,16 @@ class CheckpointManager:
         self._check_open()
         if self._resume == "never":
             return False
-        return on_leader(self._ranks, "should_load", self._catalog.holds_something, returns=bool)
+        self._saver.drain()
+        return on_leader(self._ranks, "should_load", self._look, returns=bool)
+
+    def _look(self) -> bool:
+        self._wait_for_survivors()
+        return self._catalog.holds_something()
+
+    def _wait_for_survivors(self) -> None:
+        # Half of the time that the others wait for the leader's word.
+        wait_for_survivors(self._catalog, self._timeout_seconds / 2)
 
     def checkpoints(self) -> list[Checkpoint]:
         """The run's committed checkpoints, the latest first."""
@@ -264,19 +268,34 @@ class CheckpointManager:
     @property
     def is_pending(self) -> bool:
         """Whether a save is under way."""
-        return False
+        return self._saver.is_pending
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """What happened on this rank, the latest last: the most recent 256 events."""
+        return tuple(self._saver.events)
 
     def poll(self) -> None:
-        """Note finished saves and raise what failed, once; never waits."""
+        """Raise what failed, once; never waits. With several ranks one may hear of it some calls before another."""
         self._check_open()
+        self._saver.poll()
 
     def wait(self) -> None:
-        """Return when every save is committed."""
+        """Return when every save is committed; raise what failed, once."""
         self._check_open()
+        self._saver.wait()
+
+    def before_update(self) -> None:
+        """Call it before changing weights in any other way than by the `step` of an optimizer in the state, such as in
+        place: the device then waits for the copies of a save that still read them. Costs nothing when none do."""
+        self._saver.before_update()
 
     def close(self) -> None:
-        """Finish what is pending. Idempotent."""
-        self._closed = True
+        """Finish what is pending, end the writer process and give its memory back; raise what failed, once.
+        Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._saver.close()
 
     def __enter__(self) -> Self:
         return self
@@ -284,7 +303,9 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if not self._closed:
+            self._closed = True
+            self._saver.close_after(error)
 
     def __repr__(self) -> str:
         names = ", ".join(self._components)
@@ -328,6 +349,18 @@ class CheckpointManager:
             raise UsageError(f"there is a component '{name}' already")
         return kind_of(name, component)
 
+    def _tell_restored(self, checkpoint: Checkpoint, seconds: float) -> None:
+        self._saver.tell(
+            Event(
+                "restored",
+                checkpoint.step,
+                self._ranks.rank,
+                seconds,
+                size_bytes=checkpoint.size_bytes,
+                path=checkpoint.path,
+            )
+        )
+
     def _resumed(self, loaded: Loaded, strategy: LoadStrategy, *, own_run: bool) -> RestoreResult:
         checkpoint = loaded.checkpoint
         passed_over = tuple(str(skipped) for skipped in loaded.passed_over)
@@ -342,7 +375,7 @@ class CheckpointManager:
         if not strategy.progress:
             return RestoreResult(resumed=False, **parts)
         if own_run:
-            self._head = checkpoint.digest
+            self._saver.head = checkpoint.digest
         if self._ranks.rank == 0:
             logger.info("resumed from step %d (%s)", checkpoint.step, checkpoint.path)
         return RestoreResult(
@@ -377,13 +410,14 @@ def _check_stage(stage: object) -> None:
         raise UsageError(f"pipeline_stage={stage!r}", advice="give the stage's number, from 0 on")
 
 
-def _agree_on_run(words: list[tuple[str, list[str]]]) -> None:
+def _agree_on_run(words: list[tuple[str, str, list[str]]]) -> None:
     # Pipeline ranks may hold different components. What a name stands for may not differ, and the plan checks that.
-    if not all(names for _, names in words):
+    if not all(names for _, _, names in words):
         raise UsageError("some ranks have no component at all")
     # Ranks that write to different folders would commit a checkpoint of which a part lies elsewhere.
     run = words[0][0]
-    for rank, (other, _) in enumerate(words):
+    _agree_on("mode", [mode for _, mode, _ in words])
+    for rank, (other, _, _) in enumerate(words):
         if other != run:
             raise UsageError(
                 f"the ranks have different runs: {run} on rank 0 and {other} on rank {rank}",
@@ -418,41 +452,7 @@ def _checked_assets(assets: Sequence[str | os.PathLike[str]]) -> tuple[Path, ...
     return paths
 
 
-def _encoded(name: str, values: Mapping[str, Any] | None) -> dict[str, Json]:
-    if values is None:
-        return {}
-    if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
-        raise UsageError(f"{name} is a mapping with texts as keys, not {values!r:.100}")
-    encoded = {key: encode(value, path=f"{name}.{key}", on_tensor=None) for key, value in values.items()}
-    return encoded
-
-
-def _encoded_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Json]:
-    if metrics is None:
-        return {}
-    if not isinstance(metrics, Mapping):
-        raise UsageError(f"metrics is a mapping of numbers by name, not {metrics!r:.100}")
-    numbers = {name: _number(value) for name, value in metrics.items()}
-    for name, value in numbers.items():
-        if not isinstance(value, int | float):
-            raise UsageError(
-                f"the metric {name!r} is {value!r:.100}, not a number", advice="use extra= for other values"
-            )
-    return _encoded("metrics", numbers)
-
-
-def _number(value: Any) -> Any:
-    """A loss is often still a tensor or a numpy scalar; ranking wants the number."""
-    one_element = isinstance(value, torch.Tensor | numpy.generic | numpy.ndarray) and math.prod(value.shape) == 1
-    return value.item() if one_element else value
-
-
 def _is_path(selector: str | int | os.PathLike[str]) -> bool:
     if not isinstance(selector, str):
         return isinstance(selector, os.PathLike)
     return "@" in selector or ("/" in selector and not selector.startswith("best:"))
-
-
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise UsageError(f"{name}={value!r}", advice=f"use one of {', '.join(map(repr, allowed))}")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
 
 from holdfast.components import PerRank, RNGState, Shared, Trainable
 from holdfast.errors import UsageError
@@ -91,11 +92,19 @@ def optimizer_names(optimizer: torch.optim.Optimizer, components: Mapping[str, A
 
 
 def _named_parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    cleaned: dict[str, str] = _clean_names.setdefault(module, {})
     seen: set[int] = set()
     for raw, parameter in module.named_parameters():
         if id(parameter) not in seen:
             seen.add(id(parameter))
-            yield clean_name(module, raw), parameter
+            name = cleaned.get(raw)
+            if name is None:
+                name = cleaned[raw] = clean_name(module, raw)
+            yield name, parameter
+
+
+# What `clean_name` said before, by module: it walks down the whole model for each name.
+_clean_names = WeakIdKeyDictionary()
 
 
 def clean_name(module: torch.nn.Module, raw: str) -> str:

@@ -45,11 +45,19 @@ class Ranks(Protocol):
         *,
         sends: Any,
         returns: Any,
+        if_failed: Callable[[], None] = lambda: None,
     ) -> Choice:
         """Do `mine` on every rank and `choose` on the leader; return the choice, or raise the same error, on all.
 
-        `sends` and `returns` are the types of the two values, which must be such that msgspec can carry them.
+        `sends` and `returns` are the types of the two values, which must be such that msgspec can carry them. The
+        leader calls `if_failed` when there is no choice, before any other rank can hear of it.
         """
+
+    def branch(self, name: str) -> Ranks:
+        """The same ranks for a second thread, whose agreements do not mix with those of the first."""
+
+    def part(self, seconds: float) -> None:
+        """The last call: the leader stays, for so long at most, until all others have heard what it said."""
 
 
 def on_leader(ranks: Ranks, label: str, work: Callable[[], Choice], *, returns: Any) -> Choice:
@@ -76,8 +84,19 @@ class Alone:
         *,
         sends: Any,
         returns: Any,
+        if_failed: Callable[[], None] = lambda: None,
     ) -> Choice:
-        return choose([mine()])
+        try:
+            return choose([mine()])
+        except BaseException:
+            if_failed()
+            raise
+
+    def branch(self, name: str) -> Alone:
+        return self
+
+    def part(self, seconds: float) -> None:
+        pass
 
     def __repr__(self) -> str:
         return "Alone()"
@@ -95,6 +114,9 @@ class KeyValue(Protocol):
 
     def pause(self, seconds: float) -> None:
         """Let others go on before the next look."""
+
+    def branch(self) -> KeyValue:
+        """The same store for another thread."""
 
 
 class _Word(msgspec.Struct, omit_defaults=True):
@@ -128,11 +150,12 @@ class StoreRanks:
         *,
         sends: Any,
         returns: Any,
+        if_failed: Callable[[], None] = lambda: None,
     ) -> Choice:
         self._round += 1
         word, cause = _say(label, mine)
         if self.rank == 0:
-            choice, own = self._lead(label, word, choose, sends)
+            choice, own = self._lead(label, word, choose, sends, if_failed)
             cause = cause or own
         else:
             self._publish(self._answer_key(self.rank), word)
@@ -143,8 +166,34 @@ class StoreRanks:
             raise error_from_record(choice.error) from cause
         return cast(Choice, msgspec.msgpack.decode(choice.value, type=returns))
 
+    def branch(self, name: str) -> StoreRanks:
+        return StoreRanks(
+            self._store.branch(),
+            self.rank,
+            self.size,
+            name=f"{self._name}/{name}",
+            timeout_seconds=self._timeout_seconds,
+        )
+
+    def part(self, seconds: float) -> None:
+        # The store may end with the leader's process, and a word that nobody fetched would be lost with it.
+        if self.rank != 0:
+            self._store.set(f"{self._name}/parted/{self.rank}", b"")
+            return
+        deadline = time.monotonic() + seconds
+        left = set(range(1, self.size))
+        while left and time.monotonic() < deadline:
+            left = {rank for rank in left if self._store.get(f"{self._name}/parted/{rank}") is None}
+            if left:
+                self._store.pause(_LONGEST_PAUSE_SECONDS)
+
     def _lead(
-        self, label: str, own: _Word, choose: Callable[[list[Mine]], Choice], sends: Any
+        self,
+        label: str,
+        own: _Word,
+        choose: Callable[[list[Mine]], Choice],
+        sends: Any,
+        if_failed: Callable[[], None],
     ) -> tuple[_Word, BaseException | None]:
         words, failure = self._collect(label, own)
         choice, cause = _Word(label, error=failure), None
@@ -154,6 +203,8 @@ class StoreRanks:
             choice, cause = _say(
                 label, lambda: choose([msgspec.msgpack.decode(word.value, type=sends) for word in words])
             )
+        if choice.error is not None:
+            if_failed()
         self._leftover += self._publish(self._choice_key(), choice)
         self._leftover += [self._answer_key(rank) for rank in range(1, self.size)]
         return choice, cause
@@ -261,8 +312,13 @@ def _first_failure(label: str, words: dict[int, _Word]) -> dict[str, Any] | None
 class _TorchStore:
     """torch.distributed's store as a `KeyValue`."""
 
-    def __init__(self, store: Any) -> None:
-        self._store = store
+    def __init__(self, original: Any) -> None:
+        # Kept, because the leader's process may be the one that serves the store, as long as this object lives.
+        self._original = original
+        self._store = _cloned(original)
+
+    def branch(self) -> _TorchStore:
+        return _TorchStore(self._original)
 
     def set(self, key: str, value: bytes) -> None:
         self._store.set(key, value)
@@ -306,10 +362,14 @@ def torch_ranks(process_group: Any = None, *, timeout_seconds: float) -> Ranks:
 
 
 def _default_store() -> Any:
-    import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
 
-    store = _get_default_store()
+    return _get_default_store()
+
+
+def _cloned(store: Any) -> Any:
+    import torch.distributed as dist
+
     try:
         # A handle of its own: the original one is locked while the training itself waits on it.
         return store.clone()

@@ -1,221 +1,537 @@
 """The save chain in order: capture, plan, stage, write, commit. A request enters, a committed checkpoint leaves.
 
-Three agreements carry it: what everybody has and who writes what; that everybody's bytes are durable; the commit. A
-rank that fails in one of them fails it for all, and everything that was committed before stays as it was.
+The front half is the same in every mode: the ranks say what they have, and, where that is new, agree on who writes
+what. In sync mode each rank then writes from its tensors' own memory and the leader commits. In the asynchronous modes
+each rank copies its part into its arena, hands it to its writer and returns; `holdfast.background` does the rest.
+
+A rank that fails in an agreement fails it for all, and everything that was committed before stays as it was.
 """
 
 from __future__ import annotations
 
-import errno
+import atexit
+import contextlib
 import logging
-import platform
+import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 
-from holdfast._version import __version__
-from holdfast.catalog import Catalog, Checkpoint
-from holdfast.errors import HoldfastError, SaveFailedError, StorageError
+from holdfast.arena import Arena
+from holdfast.background import Behind, HandedOver, PendingSave, Saved, as_save_error
+from holdfast.catalog import Catalog
+from holdfast.errors import HoldfastError, StorageError
+from holdfast.leading import Leader, SaveRequest
 from holdfast.memory import collector_paused
+from holdfast.naming import unwrap
+from holdfast.progress import Progress
 from holdfast.ranks import Ranks, on_leader
 from holdfast.records import layout
-from holdfast.records.codec import Json
+from holdfast.records.events import Event
+from holdfast.records.facts import Listing
 from holdfast.records.files import PlainFile
-from holdfast.records.manifest import MeshRecord, TensorRecord, TreeRecord
-from holdfast.records.state import CapturedTree, Inventory, Receipt, SavePlan
-from holdfast.stages.capture import capture, take_frozen, take_inventory
-from holdfast.stages.commit import Facts, Listing, commit
-from holdfast.stages.plan import GlobalPlan, frozen_guards, plan
-from holdfast.stages.stage import asset_files, stage, values_file
+from holdfast.records.images import Job, Layout, PlainImage
+from holdfast.records.state import Brief, Duty, Inventory, Receipt, SavePlan
+from holdfast.room import room_for_staging
+from holdfast.stages.capture import Capture, Capturer
+from holdfast.stages.commit import commit
+from holdfast.stages.stage import FileLayout, asset_files, lay_out, stage, values_file
 from holdfast.stages.write import write
+from holdfast.staging import ChosenMode, Mode, Stager, owned_addresses, room_on
+from holdfast.writer.client import Writer, start_writer
 
 logger = logging.getLogger("holdfast")
 
 _ROOM_FOR_RECORDS_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class SaveRequest:
-    """What to save: the live objects, and the facts that go into the manifest, encoded."""
-
-    step: int
-    components: Mapping[str, Any]
-    pipeline_stage: int | None = None
-    parent: str | None = None
-    metrics: Mapping[str, Json] = field(default_factory=dict)
-    progress: Mapping[str, Json] = field(default_factory=dict)
-    extra: Mapping[str, Json] = field(default_factory=dict)
-    config: Json = None
-    guards: Mapping[str, Json] = field(default_factory=dict)
-    tags: Sequence[str] = ()
-    assets: Sequence[Path] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """Where the checkpoint is. `skipped` when the step was committed already and nothing was written."""
-
-    folder: str
-    digest: str
-    skipped: bool
+_ROOM_FOR_HEADERS_BYTES = 16 << 20
+_PARTING_SECONDS = 5.0
+_LOOK_SECONDS = 0.1
+_REMEMBERED_EVENTS = 256
 
 
 def save(request: SaveRequest, catalog: Catalog, ranks: Ranks) -> Saved:
-    """Save on all ranks and return when the checkpoint is committed."""
-    try:
-        with collector_paused():
-            return _SaveChain(request, catalog, ranks).run()
-    except HoldfastError as error:
-        if type(error) is HoldfastError:  # what some rank's own code raised, passed on by its name
-            raise SaveFailedError(**{**error.fields, "step": request.step}) from error
-        raise error.at(step=request.step) from error
-    except Exception as error:
-        raise SaveFailedError(f"{type(error).__name__}: {error}", step=request.step) from error
+    """Save once, on all ranks, and return when the checkpoint is committed."""
+    return Saver(catalog, ranks, mode="sync").save(request.step, lambda: request).result()
 
 
-class _SaveChain:
-    """One save on one rank. What the leader learns in one agreement it needs in the next, so it is kept here."""
+_Ready = Callable[[], tuple[SaveRequest, Capture]]
 
-    def __init__(self, request: SaveRequest, catalog: Catalog, ranks: Ranks) -> None:
-        self.request = request
-        self.catalog = catalog
-        self.ranks = ranks
-        self.trees: list[CapturedTree] = []
-        self.inventory = Inventory((), (), ())
-        self.memory: list[torch.Tensor] = []
-        self.global_plan = GlobalPlan((), (), (), 0)
-        self.inventories: list[Inventory] = []
-        self.receipts: list[Receipt] = []
-        self.sequence = 0
-        self.run_id = ""
 
-    def run(self) -> Saved:
-        started = time.monotonic()
-        # The step is part of the label, so that ranks which save different steps are told so.
-        label = f"save of step {self.request.step}"
-        decided = self.ranks.decide(label, self._capture, self._plan, sends=Inventory, returns=SavePlan)
-        if decided.committed:
-            checkpoint = self.catalog.read(decided.folder)
-            return Saved(decided.folder, checkpoint.digest, skipped=True)
-        self._write_together(decided)
-        digest = on_leader(self.ranks, "commit", lambda: self._commit(decided.folder, started).digest, returns=str)
-        return Saved(decided.folder, digest, skipped=False)
+class Saver:
+    """Saves again and again, one save at a time.
 
-    def _capture(self) -> Inventory:
-        ranks = self.ranks
-        self.trees = capture(
-            self.request.components, rank=ranks.rank, size=ranks.size, pipeline_stage=self.request.pipeline_stage
-        )
-        self.inventory, self.memory = take_inventory(self.trees, take_frozen(self.request.components), size=ranks.size)
-        return self.inventory
+    mode: "auto" takes the best asynchronous mode that the devices and their memory allow.
+    staging_limit_bytes: the memory that staging may take on a rank; a save that needs more is written in pieces, from
+        the tensors' own memory, before the call returns.
+    on_event: is called with every `Event`, from whatever thread it happens in; what it raises is logged.
+    """
 
-    def _plan(self, inventories: list[Inventory]) -> SavePlan:
-        """The leader's part. Nothing is touched before the plan stands and there is room for it."""
-        scan = self.catalog.scan()
-        for checkpoint in self.catalog.lineage(self.request.parent, scan):
-            if checkpoint.step == self.request.step:
-                return SavePlan(checkpoint.folder, committed=True)
-        self.inventories = inventories
-        self.global_plan = plan(inventories)
-        self._check_room()
-        self.run_id = self.catalog.open_run()
-        self.sequence = max((checkpoint.sequence for checkpoint in scan.checkpoints), default=0) + 1
-        folder, claim = self.catalog.claim(self.request.step, self.ranks.size)
-        return SavePlan(folder, self.global_plan.duties, claim=claim)
+    def __init__(
+        self,
+        catalog: Catalog,
+        ranks: Ranks,
+        *,
+        mode: ChosenMode = "auto",
+        staging_limit_bytes: int | None = None,
+        timeout_seconds: float = 600.0,
+        on_event: Callable[[Event], None] | None = None,
+    ) -> None:
+        self.events: deque[Event] = deque(maxlen=_REMEMBERED_EVENTS)
+        self.head: str | None = None
+        self._catalog = catalog
+        self._ranks = ranks
+        self._mode: ChosenMode = mode
+        self._timeout_seconds = timeout_seconds
+        self._on_event = on_event
+        self._capturer = Capturer()
+        self._leader = Leader(catalog, ranks.size, claims=mode == "sync", staging_limit_bytes=staging_limit_bytes)
+        self._plan: _RankPlan | None = None
+        self._stager = Stager()
+        self._writer: Writer | None = None
+        self._behind: Ranks | None = None
+        self._pending: PendingSave | None = None
+        self._jobs = 0
+        self._warned = False
+        self._hooks: dict[int, Any] = {}
+        self._owner = os.getpid()
+        _savers.add(self)
 
-    def _check_room(self) -> None:
-        free = self.catalog.storage.free_bytes()
-        needed = self.global_plan.size_bytes + _ROOM_FOR_RECORDS_BYTES
-        if free is not None and free < needed:
-            raise StorageError(
-                f"the checkpoint needs {needed / 2**20:,.1f} MiB and {free / 2**20:,.1f} MiB are free",
-                errno=errno.ENOSPC,
-                run=self.catalog.storage.url,
-                advice="make room or keep fewer checkpoints; nothing was written",
+    # What is asked of it
+
+    def save(self, step: int, request: Callable[[], SaveRequest]) -> PendingSave:
+        """Save on all ranks. Returns when the training may change its tensors again, or, in the pinned modes, when the
+        optimizers of the request know what to wait for. Raises what failed before, if nobody has heard of it yet.
+
+        `request` is called here, and what it raises is raised on all ranks.
+        """
+        pending = PendingSave(step, self._ranks.rank, self.tell)
+        pending.phases["wait"] = self._wait_for_previous(step)
+        with collector_paused(), self._failing(pending):
+            ready = self._prepare(request, pending)
+            with pending.phase("agree"):
+                decided = self._agree(step, ready)
+        self._raise_earlier_failure(decided)
+        pending.tell("started")
+        with collector_paused(), self._failing(pending):
+            self._follow(_Work(*ready(), decided), pending)
+        self._pending = pending
+        return pending
+
+    @property
+    def is_pending(self) -> bool:
+        return self._pending is not None and not self._pending.done()
+
+    def poll(self) -> None:
+        """Raise what failed, once; never waits."""
+        if not self.is_pending:
+            self._hear()
+
+    def wait(self) -> None:
+        """Return when nothing is pending; raise what failed, once."""
+        self.drain()
+        self._hear()
+
+    def drain(self) -> None:
+        """Return when nothing is pending, whatever its end."""
+        pending = self._pending
+        if pending is None or pending.done():
+            return
+        label, total = f"saving step {pending.step}", pending.size_bytes
+        with Progress(label, total, shown=self._ranks.rank == 0) as progress:
+            while not pending.wait(_LOOK_SECONDS):
+                progress.set(min(pending.written_bytes(), total))
+
+    def before_update(self) -> None:
+        """Make the devices wait for copies that still read, before the training changes what they read."""
+        self._stager.before_update()
+
+    def close(self) -> None:
+        """Finish what is pending and give everything back; then raise what failed, once."""
+        if self._owner != os.getpid():
+            return
+        self.drain()
+        self._let_go()
+        self._hear()
+
+    def close_after(self, error: BaseException | None) -> None:
+        """The same at the end of a `with` block."""
+        try:
+            self.close()
+        except HoldfastError as failure:
+            if error is None:
+                raise
+            # The exception that ends the block is the one to see; the save's must not take its place.
+            logger.error("%s", failure)
+
+    def end(self) -> None:
+        """The same at the end of the process, where nobody can hear an exception any more."""
+        if self._owner != os.getpid():
+            return
+        self.drain()
+        error = self._unheard()
+        if error is not None:
+            logger.error("a save failed and nobody asked for its outcome: %s", error)
+        self._let_go()
+
+    # What failed before
+
+    def _unheard(self) -> HoldfastError | None:
+        pending = self._pending
+        return pending.error if pending is not None and pending.done() and not pending.heard else None
+
+    def _hear(self) -> None:
+        if self._unheard() is not None and self._pending is not None:
+            self._pending.result()
+
+    def _wait_for_previous(self, step: int) -> float:
+        """One save at a time. Gives the seconds that were spent on it."""
+        previous = self._pending
+        if previous is None or previous.done():
+            return 0.0
+        begin = time.monotonic()
+        self.drain()
+        waited = time.monotonic() - begin
+        if not self._warned and self._ranks.rank == 0:
+            self._warned = True
+            logger.warning(
+                "the save of step %d waited %.2f s for the one of step %d, which took %.2f s, %.2f s after it began; "
+                "save less often, or to a faster disk",
+                step,
+                waited,
+                previous.step,
+                previous.seconds,
+                begin - previous.started,
             )
+        return waited
 
-    def _write_together(self, decided: SavePlan) -> None:
+    def _raise_earlier_failure(self, decided: SavePlan) -> None:
+        if decided.unheard:
+            self._hear()
+        elif self._unheard() is not None and self._pending is not None:
+            # Another rank has raised it already, in `poll`: to raise it here would part the ranks.
+            logger.error("%s", self._pending.error)
+            self._pending.heard = True
+
+    @contextmanager
+    def _failing(self, pending: PendingSave) -> Iterator[None]:
+        try:
+            yield
+        except KeyboardInterrupt as error:
+            self._leader.forget()
+            pending.fail(as_save_error(error, pending.step))
+            raise
+        except Exception as error:
+            self._leader.forget()
+            failure = as_save_error(error, pending.step)
+            pending.fail(failure)
+            raise failure from error
+
+    # The front half
+
+    def _prepare(self, request: Callable[[], SaveRequest], pending: PendingSave) -> _Ready:
+        """The request and the capture, taken now. What that raises is raised where the ranks agree, and all hear it."""
+        ranks = self._ranks
+        with pending.phase("capture"):
+            try:
+                wanted = request()
+                if wanted.parent is None:
+                    wanted = replace(wanted, parent=self.head)
+                captured = self._capturer.capture(
+                    wanted.components, rank=ranks.rank, size=ranks.size, pipeline_stage=wanted.pipeline_stage
+                )
+            except (Exception, KeyboardInterrupt) as error:
+                return partial(_raise, error)
+        return lambda: (wanted, captured)
+
+    def _agree(self, step: int, ready: _Ready) -> SavePlan:
+        # The step is part of the label, so that ranks which save different steps are told so.
+        decided = self._ranks.decide(
+            f"save of step {step!r:.40}",
+            lambda: self._brief(ready()[1]),
+            lambda briefs: self._leader.begin(ready()[0], briefs),
+            sends=Brief,
+            returns=SavePlan,
+        )
+        if decided.number or decided.committed or decided.unheard:
+            return decided
+        return self._ranks.decide(
+            f"plan of step {step}",
+            lambda: ready()[1].inventory(),
+            lambda inventories: self._leader.plan(ready()[0], inventories),
+            sends=Inventory,
+            returns=SavePlan,
+        )
+
+    def _brief(self, captured: Capture) -> Brief:
+        known = self._plan.number if self._plan is not None else 0
+        room = None if known and self._stager.capacity_bytes else room_for_staging() + self._stager.capacity_bytes
+        unheard = self._unheard() is not None
+        return Brief(captured.structure, captured.digests, captured.frozen, known, room, unheard)
+
+    def _follow(self, work: _Work, pending: PendingSave) -> None:
+        """Do what was decided."""
+        decided = work.decided
+        pending.folder = decided.folder
+        if decided.committed:
+            digest = self._catalog.read(decided.folder).digest
+            pending.succeed(Saved(decided.folder, digest, skipped=True))
+        elif self._mode == "sync" or decided.streamed:
+            self._write_now(work, pending)
+        else:
+            self._write_behind(work, pending)
+
+    def _plan_of(self, work: _Work) -> _RankPlan:
+        """This rank's part of the plan; worked out when the plan is new."""
+        decided = work.decided
+        if self._plan is None or decided.duties:
+            duty = decided.duties[self._ranks.rank]
+            files = lay_out(work.captured.inventory(), duty, rank=self._ranks.rank)
+            self._plan = _RankPlan(decided.number, duty, files)
+        return self._plan
+
+    # Written before the call returns
+
+    def _write_now(self, work: _Work, pending: PendingSave) -> None:
+        receipts: list[Receipt] = []
+        with pending.phase("write"):
+            self._write_together(work, receipts)
+        pending.tell("written")
+        with pending.phase("commit"):
+            saved = on_leader(self._ranks, "commit", lambda: self._commit(work, receipts), returns=Saved)
+        self._note_commit(work, pending, saved)
+        pending.succeed(saved)
+
+    def _write_together(self, work: _Work, receipts: list[Receipt]) -> None:
         """Every rank writes. If one cannot, nothing can refer to what the others wrote, and all of it goes."""
         names: list[str] = []
+        folder = work.decided.folder
         try:
-            self.ranks.decide(
-                "write", lambda: self._write(decided, names), self._note_receipts, sends=Receipt, returns=None
-            )
+            self._ranks.decide("write", lambda: self._write(work, names), receipts.extend, sends=Receipt, returns=None)
         except (Exception, KeyboardInterrupt):
             # Safe also when only this rank gave up: the commit waits for every rank to have passed this agreement.
-            _discard([*names, layout.ATTEMPT] if self.ranks.rank == 0 else names, decided.folder, self.catalog)
+            _discard([*names, layout.ATTEMPT] if self._ranks.rank == 0 else names, folder, self._catalog)
             raise
 
-    def _write(self, decided: SavePlan, names: list[str]) -> Receipt:
-        if self.ranks.rank != 0:
-            self.catalog.require_claim(decided.folder, decided.claim)
-        duty = decided.duties[self.ranks.rank]
-        tensors = stage(self.inventory, self.memory, duty, rank=self.ranks.rank)
-        plain = self._plain_files(decided)
+    def _write(self, work: _Work, names: list[str]) -> Receipt:
+        decided = work.decided
+        if self._ranks.rank != 0:
+            self._catalog.require_claim(decided.folder, decided.claim)
+        mine = self._plan_of(work)
+        tensors = stage(mine.files, work.captured.memory)
+        plain = self._plain_files(work, mine.duty)
         names += [file.name for file in tensors] + [file.name for file in plain]
-        return write(decided.folder, tensors, plain, self.catalog.storage)
+        total = sum(file.frame.size_bytes for file in tensors) + sum(file.size_bytes for file in plain)
+        with Progress(f"saving step {work.request.step}", total, shown=self._ranks.rank == 0) as progress:
+            return write(decided.folder, tensors, plain, self._catalog.storage, on_bytes=progress.add)
 
-    def _plain_files(self, decided: SavePlan) -> list[PlainFile]:
-        rank = self.ranks.rank
-        duty = decided.duties[rank]
-        mine: dict[str, dict[str, Json]] = {}
+    def _commit(self, work: _Work, receipts: list[Receipt]) -> Saved:
+        facts = self._leader.facts(work.request, work.decided.folder)
+        checkpoint = commit(facts, self._leader.listing, receipts, self._catalog)
+        self._catalog.point_latest(checkpoint.folder)
+        return Saved(checkpoint.folder, checkpoint.digest, size_bytes=checkpoint.size_bytes)
+
+    # Written behind the training
+
+    def _write_behind(self, work: _Work, pending: PendingSave) -> None:
+        """Stage, and leave the rest to a thread. From here on the other ranks count on this one's word, so a failure
+        goes the same way; only a rank that is alone raises it at once."""
+        handed = HandedOver()
+        failure: BaseException | None = None
+        try:
+            with pending.phase("stage"):
+                self._stage(work, pending, handed)
+        except BaseException as error:
+            failure = error
+        if self._behind is None:
+            self._behind = self._ranks.branch("behind")
+        Behind(
+            pending,
+            handed,
+            self._behind,
+            failure=failure,
+            timeout_seconds=self._timeout_seconds,
+            on_end=lambda saved: self._note_end(work, pending, saved),
+        ).start()
+        if failure is not None and (self._ranks.size == 1 or not isinstance(failure, Exception)):
+            pending.wait()
+            raise failure
+
+    def _stage(self, work: _Work, pending: PendingSave, handed: HandedOver) -> None:
+        mine, memory = self._plan_of(work), work.captured.memory
+        mode = self._mode_for(memory)
+        plain = self._plain_files(work, mine.duty)
+        arena, images = self._stager.arrange(mine.files, plain)
+        writer = self._writer_for(arena, Layout(mine.number, images, self._listing()))
+        arena.begin()
+        pending.size_bytes = sum(image.size_bytes for image in images) + sum(file.size_bytes for file in plain)
+        pending.written_bytes = lambda: arena.written
+        self._jobs += 1
+        job = self._job(work, mine.number, self._stager.stage_plain(plain))
+        handed.number, handed.writer, handed.arena = job.number, writer, arena
+        writer.tell(job)
+        behind = mode in ("async_pinned", "async_device")
+        optimizers = _optimizers(work.request.components) if behind else []
+        staging = self._stager.stage(memory, mode, owned_addresses(optimizers))
+        handed.finish_staging = staging.finish
+        if behind:
+            self._hold_back(optimizers)
+        else:
+            staging.finish()
+            pending.mark_staged()
+
+    def _job(self, work: _Work, layout_number: int, plain: tuple[PlainImage, ...]) -> Job:
+        ranks = self._ranks
+        facts = self._leader.facts(work.request, work.decided.folder) if ranks.rank == 0 else None
+        return Job(
+            number=self._jobs,
+            layout=layout_number,
+            run=self._catalog.storage.url,
+            folder=work.decided.folder,
+            step=work.request.step,
+            rank=ranks.rank,
+            size=ranks.size,
+            plain=plain,
+            facts=facts,
+            timeout_seconds=self._timeout_seconds,
+        )
+
+    def _listing(self) -> Listing | None:
+        return self._leader.listing if self._ranks.rank == 0 else None
+
+    def _writer_for(self, arena: Arena, told: Layout) -> Writer:
+        """A writer that lives and knows the arena and the layout."""
+        if self._writer is not None and self._writer.is_gone():
+            self._writer.leave()
+            self._writer = None
+        if self._writer is None:
+            self._writer = start_writer(self._catalog.storage)
+        self._writer.use_arena(arena)
+        self._writer.use_layout(told)
+        return self._writer
+
+    def _mode_for(self, memory: Sequence[torch.Tensor]) -> Mode:
+        """The mode that is meant, and, the first time, a line that says which one was chosen and why."""
+        if self._mode != "auto":
+            return self._mode
+        self._mode, why = _best_mode(memory)
+        if self._ranks.rank == 0:
+            logger.info("saving in mode '%s': %s", self._mode, why)
+        return self._mode
+
+    def _hold_back(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """The next step of each optimizer waits, on the device, for the copy of what it changes."""
+        for optimizer in optimizers:
+            if id(optimizer) not in self._hooks:
+                self._hooks[id(optimizer)] = optimizer.register_step_pre_hook(partial(_before_step, self._stager))
+
+    # What both have in common
+
+    def _plain_files(self, work: _Work, duty: Duty) -> list[PlainFile]:
+        rank, captured = self._ranks.rank, work.captured
+        mine: dict[str, dict[str, Any]] = {}
         for index in duty.trees:
-            tree, scope = self.trees[index], duty.scopes[index]
+            tree, scope = captured.trees[index], duty.scopes[index]
             file = layout.SHARED_VALUES if scope == "" and rank == 0 else layout.values_file(rank)
-            mine.setdefault(file, {})[layout.tree_name(tree.component, scope)] = tree.values
-        for merged in self.global_plan.trees if rank == 0 else ():
+            mine.setdefault(file, {})[layout.tree_name(tree.component, scope)] = msgspec.Raw(captured.texts[index])
+        for merged in self._leader.trees if rank == 0 else ():
             if merged.merged is not None:
                 mine.setdefault(merged.file, {})[merged.name] = merged.merged
         files = [values_file(name, trees) for name, trees in mine.items()]
-        return files + asset_files(self.request.assets) if rank == 0 else files
+        return files + asset_files(work.request.assets) if rank == 0 else files
 
-    def _note_receipts(self, receipts: list[Receipt]) -> None:
-        self.receipts = receipts
+    def _note_end(self, work: _Work, pending: PendingSave, saved: Saved | None) -> None:
+        if saved is not None:
+            self._note_commit(work, pending, saved)
+        else:
+            self._leader.forget()
 
-    def _commit(self, folder: str, started: float) -> Checkpoint:
-        request = self.request
-        meshes: set[MeshRecord] = {mesh for inventory in self.inventories for mesh in inventory.meshes}
-        frozen = frozen_guards(entry for inventory in self.inventories for entry in inventory.frozen)
-        facts = Facts(
-            run_id=self.run_id,
-            folder=folder,
-            step=request.step,
-            sequence=self.sequence,
-            parent=request.parent,
-            meshes=sorted(meshes),
-            metrics=request.metrics,
-            progress=request.progress,
-            extra=request.extra,
-            config=request.config,
-            guards={**request.guards, **frozen},
-            tags=request.tags,
-            versions={"holdfast": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
-        )
-        listing = Listing(
-            leaves=[
-                TensorRecord(name=leaf.name, dtype=leaf.dtype, shape=leaf.shape, chunks=(), sharded=leaf.sharded)
-                for leaf in self.global_plan.leaves
-            ],
-            trees=[
-                TreeRecord(component=tree.component, kind=tree.kind, file=tree.file, scope=tree.scope, type=tree.type)
-                for tree in self.global_plan.trees
-            ],
-        )
-        checkpoint = commit(facts, listing, self.receipts, self.catalog)
-        seconds = time.monotonic() - started
-        logger.info(
-            "committed step %d: %.1f MiB in %.2f s to %s",
-            request.step,
-            checkpoint.size_bytes / 2**20,
-            seconds,
-            checkpoint.path,
-        )
-        self.catalog.point_latest(folder)
-        return checkpoint
+    def _note_commit(self, work: _Work, pending: PendingSave, saved: Saved) -> None:
+        self.head = saved.digest
+        self._leader.note_commit(work.request.step, saved)
+        path = f"{self._catalog.storage.url}/{saved.folder}"
+        if self._ranks.rank == 0:
+            logger.info(
+                "committed step %d: %.1f MiB in %.2f s to %s",
+                work.request.step,
+                saved.size_bytes / 2**20,
+                time.monotonic() - pending.started,
+                path,
+            )
+        pending.tell("committed", size_bytes=saved.size_bytes, path=path)
+
+    def tell(self, event: Event) -> None:
+        self.events.append(event)
+        if self._on_event is None:
+            return
+        try:
+            self._on_event(event)
+        except Exception:
+            logger.exception("on_event failed for %r; the save goes on", event.kind)
+
+    def _let_go(self) -> None:
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks = {}
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.leave()
+        self._stager.close()
+        behind, self._behind = self._behind, None
+        if behind is not None:
+            with contextlib.suppress(Exception):
+                behind.part(_PARTING_SECONDS)
+
+
+@dataclass(frozen=True, slots=True)
+class _RankPlan:
+    """This rank's part of a plan, which holds until the structure of some rank's state changes."""
+
+    number: int
+    duty: Duty
+    files: list[FileLayout]
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """One save on one rank, agreed on."""
+
+    request: SaveRequest
+    captured: Capture
+    decided: SavePlan
+
+
+def _best_mode(memory: Sequence[torch.Tensor]) -> tuple[Mode, str]:
+    devices: dict[torch.device, int] = {}
+    for tensor in memory:
+        if tensor.is_cuda:
+            devices[tensor.device] = devices.get(tensor.device, 0) + tensor.nbytes
+    if not devices:
+        return "async", "the state is in host memory"
+    # Twice the room: what the training takes at its peak is only known as far as it has come.
+    if all(room_on(device) > 2 * count for device, count in devices.items()):
+        return "async_device", "the devices have room for a clone of the state"
+    return "async_pinned", "the devices have no room for a clone of the state"
+
+
+def _optimizers(components: Mapping[str, Any]) -> list[torch.optim.Optimizer]:
+    inner = map(unwrap, components.values())
+    return [component for component in inner if isinstance(component, torch.optim.Optimizer)]
+
+
+def _before_step(stager: Stager, *_: Any) -> None:
+    stager.before_update()
+
+
+def _raise(error: BaseException) -> tuple[SaveRequest, Capture]:
+    raise error
 
 
 def _discard(names: Sequence[str], folder: str, catalog: Catalog) -> None:
@@ -225,3 +541,13 @@ def _discard(names: Sequence[str], folder: str, catalog: Catalog) -> None:
             catalog.storage.delete(layout.key(folder, name))
         except StorageError as error:
             logger.debug("could not remove %s of an abandoned attempt: %s", name, error)
+
+
+_savers: weakref.WeakSet[Saver] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """A program that ends without closing its manager keeps its last save, and is told if that failed."""
+    for saver in list(_savers):
+        saver.end()

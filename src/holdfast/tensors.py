@@ -117,15 +117,27 @@ def mesh_of(tensor: DTensor) -> MeshRecord:
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor in host memory. The tensor must outlive the view."""
-    size = tensor.numel() * tensor.element_size()
-    if size == 0:
+    return memory_at(tensor.data_ptr(), tensor.nbytes)
+
+
+def memory_at(address: int, size_bytes: int) -> memoryview:
+    """The bytes at an address of this process. What they belong to must outlive the view."""
+    if size_bytes == 0:
         return memoryview(b"")
-    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
+    return memoryview((ctypes.c_ubyte * size_bytes).from_address(address)).cast("B")
 
 
 def is_host_memory(tensor: torch.Tensor) -> bool:
     """Whether the tensor's own memory holds exactly its bytes, so that they can be read or filled in place."""
-    return bool(tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()))
+    return bool(tensor.is_cpu and is_dense(tensor))
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's memory, wherever it is, holds exactly its bytes, in order."""
+    if not tensor.is_contiguous() or tensor.is_neg():
+        return False
+    # Asked only of those that can be: the question lets another thread run, which takes a while with very many tensors.
+    return not (tensor.dtype.is_complex and tensor.is_conj())
 
 
 def source_of(tensor: torch.Tensor, piece_bytes: int) -> HostMemory | Pieces:

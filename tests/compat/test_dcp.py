@@ -397,7 +397,7 @@ def test_dcp_loads_what_a_manager_saved(tmp_path: pathlib.Path) -> None:
 
 def test_dcp_loads_a_managers_optimizer_in_its_flattened_spelling(tmp_path: pathlib.Path) -> None:
     model, optimizer = train(0)
-    holdfast.CheckpointManager(tmp_path, {"model": model, "optimizer": optimizer}).save(5)
+    holdfast.CheckpointManager(tmp_path, {"model": model, "optimizer": optimizer}, mode="sync").save(5)
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     saved = get_optimizer_state_dict(model, optimizer, options=options)
     loaded = {"optimizer": get_optimizer_state_dict(*train(1), options=options)}
@@ -409,7 +409,7 @@ def test_dcp_loads_a_managers_optimizer_in_its_flattened_spelling(tmp_path: path
 def test_tied_parameters_of_a_manager_are_there_under_both_names(tmp_path: pathlib.Path) -> None:
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3, bias=False), "b": torch.nn.Linear(3, 3, bias=False)})
     model["b"].weight = model["a"].weight
-    holdfast.CheckpointManager(tmp_path, {"model": model}).save(0)
+    holdfast.CheckpointManager(tmp_path, {"model": model}, mode="sync").save(0)
     loaded = {"model": {"a.weight": torch.zeros(3, 3), "b.weight": torch.zeros(3, 3)}}
     dcp.load(loaded, storage_reader=HoldfastReader(tmp_path))
     assert torch.equal(loaded["model"]["a.weight"], model["a"].weight)
@@ -418,7 +418,7 @@ def test_tied_parameters_of_a_manager_are_there_under_both_names(tmp_path: pathl
 
 def test_the_random_state_of_a_manager_is_there_with_its_scope(tmp_path: pathlib.Path) -> None:
     model, _ = train()
-    holdfast.CheckpointManager(tmp_path, {"model": model}).save(0)
+    holdfast.CheckpointManager(tmp_path, {"model": model}, mode="sync").save(0)
     state = holdfast.get_rng_state()
     loaded = {"rng@rank-00000": {"torch": torch.zeros_like(state["torch"]), "python": None, "numpy": {}}}
     loaded["rng@rank-00000"]["numpy"] = copy.deepcopy(state["numpy"])
@@ -438,7 +438,7 @@ def test_a_tuple_with_tensors_in_it_is_one_value(tmp_path: pathlib.Path) -> None
 
         def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
-    holdfast.CheckpointManager(tmp_path, {"holder": Holder()}, rng=False).save(0)
+    holdfast.CheckpointManager(tmp_path, {"holder": Holder()}, rng=False, mode="sync").save(0)
     loaded: dict[str, Any] = {"holder": {"pair": None}}
     dcp.load(loaded, storage_reader=HoldfastReader(tmp_path))
     assert torch.equal(loaded["holder"]["pair"][0], Holder.pair[0])
@@ -503,7 +503,7 @@ def test_two_ranks_save_shards_and_any_number_loads_them(tmp_path: pathlib.Path)
 
 def load_a_managers_shards(rank: int, run: str) -> None:
     model, optimizer = sharded(0)
-    holdfast.CheckpointManager(run, {"model": model, "optimizer": optimizer}).save(4)
+    holdfast.CheckpointManager(run, {"model": model, "optimizer": optimizer}, mode="sync").save(4)
     saved = whole_state(state_of(model, optimizer))
     loaded = state_of(*sharded(1))
     dcp.load(loaded, storage_reader=HoldfastReader(run))

@@ -127,7 +127,7 @@ def check_frame(path: pathlib.Path) -> None:
 
 def test_stock_dcp_reads_every_type_that_safetensors_names(tmp_path: pathlib.Path) -> None:
     tensors = every_type()
-    holdfast.CheckpointManager(tmp_path, {"all": Holder(tensors)}, rng=False).save(0)
+    holdfast.CheckpointManager(tmp_path, {"all": Holder(tensors)}, rng=False, mode="sync").save(0)
     shapes = {f"all.{name}": (tuple(value.shape), value.dtype) for name, value in tensors.items()}
     loaded = load_with_stock_reader(folder_of(tmp_path), shapes)
     for name, value in tensors.items():
@@ -142,7 +142,7 @@ def test_plain_safetensors_opens_every_file_and_has_the_values(tmp_path: pathlib
         tensors[name] = random_bits((4, 3), dtype, seed)
         tensors[f"{name}.scalar"] = random_bits((), dtype, seed)
         tensors[f"{name}.empty"] = torch.empty((2, 0), dtype=dtype)
-    holdfast.CheckpointManager(tmp_path, {"all": Holder(tensors)}, rng=False).save(0)
+    holdfast.CheckpointManager(tmp_path, {"all": Holder(tensors)}, rng=False, mode="sync").save(0)
     found: dict[str, torch.Tensor] = {}
     for path in folder_of(tmp_path).glob("*.safetensors"):
         check_frame(path)
@@ -158,7 +158,7 @@ def test_plain_safetensors_opens_every_file_and_has_the_values(tmp_path: pathlib
 
 
 def test_a_file_may_hold_nothing_but_empty_tensors(tmp_path: pathlib.Path) -> None:
-    holdfast.CheckpointManager(tmp_path, {"all": Holder({"x": torch.empty(0)})}, rng=False).save(0)
+    holdfast.CheckpointManager(tmp_path, {"all": Holder({"x": torch.empty(0)})}, rng=False, mode="sync").save(0)
     assert holdfast.verify(tmp_path).ok
     (path,) = folder_of(tmp_path).glob("*.safetensors")
     check_frame(path)
@@ -178,7 +178,7 @@ def save_sharded(rank: int, run: str) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(4, 7)).sum().backward()
     optimizer.step()
-    holdfast.CheckpointManager(run, {"model": model, "optimizer": optimizer}, rng=False).save(3)
+    holdfast.CheckpointManager(run, {"model": model, "optimizer": optimizer}, rng=False, mode="sync").save(3)
     whole = {f"model.{name}": value.full_tensor().detach() for name, value in model.state_dict().items()}
     names = [name for name, _ in model.named_parameters()]
     for index, state in optimizer.state_dict()["state"].items():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,11 +13,13 @@ import torch
 
 from holdfast.catalog import Catalog
 from holdfast.components import PerRank
+from holdfast.errors import HoldfastError
+from holdfast.leading import SaveRequest
 from holdfast.loading import LoadRequest, load
-from holdfast.ranks import Alone, Ranks
+from holdfast.ranks import Alone, Ranks, StoreRanks
 from holdfast.records.selector import Selector
 from holdfast.records.strategy import LoadStrategy
-from holdfast.saving import SaveRequest, save
+from holdfast.saving import Saver, save
 from holdfast.stages.verify import verify
 from holdfast.storage.base import Storage
 from holdfast.testing import SimulatedCrash
@@ -29,6 +34,11 @@ class Part:
     def __init__(self, mark: int = -1) -> None:
         self.mark = mark
         self.tensor = torch.full((700,), float(mark))
+
+    def become(self, other: Part) -> None:
+        """Take the other's state over, in place as a training does."""
+        self.mark = other.mark
+        self.tensor.copy_(other.tensor)
 
     def state_dict(self) -> dict[str, Any]:
         return {"tensor": self.tensor, "mark": self.mark}
@@ -52,6 +62,7 @@ class Witness:
 
     committed: list[int] = field(default_factory=list)
     ended: list[Any] = field(default_factory=list)
+    failed: dict[int, list[HoldfastError]] = field(default_factory=dict)
 
     @property
     def crashed(self) -> bool:
@@ -72,6 +83,95 @@ def run(storage: Storage, n: int) -> Witness:
 
     witness.ended = simulate_ranks(n, rank)
     return witness
+
+
+_PATIENCE_SECONDS = 60.0
+
+
+def run_behind(storages: Sequence[Storage], *, dead: Callable[[], bool] = lambda: False) -> Witness:
+    """The same two saves asynchronously, one rank for each storage, each with a writer thread and a thread of its own
+    for every save. A save counts as committed when any rank was told so.
+
+    `dead`: the machine is gone, and with it every rank that waits for another. A rank that met a crash itself is gone
+    for the others, too.
+    """
+    witness = Witness(ended=[None] * len(storages))
+    store = MemoryStore(lambda: dead() or witness.crashed)
+
+    def live(rank: int) -> None:
+        ranks = _ranks_of(rank, len(storages), store)
+        saver = Saver(Catalog(storages[rank]), ranks, mode="async", timeout_seconds=_PATIENCE_SECONDS / 3)
+        try:
+            _save_behind(saver, rank, witness)
+        except (Exception, SimulatedCrash) as error:
+            witness.ended[rank] = error
+        with suppress(SimulatedCrash):
+            saver.end()
+
+    threads = [threading.Thread(target=live, args=(rank,), daemon=True) for rank in range(len(storages))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_PATIENCE_SECONDS)
+        assert not thread.is_alive(), "a rank hangs"
+    return witness
+
+
+def _save_behind(saver: Saver, rank: int, witness: Witness) -> None:
+    """Save, change the live objects while the save is under way, save again, whether the first one failed or not."""
+    live = components(STEPS[0], rank)
+    for step in STEPS:
+        for name, part in components(step, rank).items():
+            _inner(live[name]).become(_inner(part))
+        try:
+            saver.save(step, lambda step=step: SaveRequest(step, live))
+            for part in live.values():
+                _inner(part).become(Part(-77))
+            saver.wait()
+        except HoldfastError as error:
+            witness.failed.setdefault(step, []).append(error)
+            continue
+        if step not in witness.committed:
+            witness.committed.append(step)
+
+
+def _inner(part: Any) -> Part:
+    return part.component if isinstance(part, PerRank) else part
+
+
+def _ranks_of(rank: int, size: int, store: MemoryStore) -> Ranks:
+    if size == 1:
+        return Alone()
+    return StoreRanks(store, rank, size, name="threads", timeout_seconds=_PATIENCE_SECONDS / 3)
+
+
+class MemoryStore:
+    """A key-value store for ranks that are threads of one process."""
+
+    def __init__(self, dead: Callable[[], bool]) -> None:
+        self._values: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+        self._dead = dead
+
+    def set(self, key: str, value: bytes) -> None:
+        with self._lock:
+            self._values[key] = value
+
+    def get(self, key: str) -> bytes | None:
+        with self._lock:
+            return self._values.get(key)
+
+    def delete(self, key: str) -> None:
+        with self._lock:
+            self._values.pop(key, None)
+
+    def pause(self, seconds: float) -> None:
+        if self._dead():
+            raise SimulatedCrash("the machine is gone")
+        time.sleep(seconds)
+
+    def branch(self) -> MemoryStore:
+        return self
 
 
 def violations(storage: Storage, n: int, witness: Witness) -> list[str]:

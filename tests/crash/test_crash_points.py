@@ -13,11 +13,12 @@ import pytest
 
 from holdfast.catalog import Catalog
 from holdfast.errors import HoldfastError
+from holdfast.leading import SaveRequest
 from holdfast.loading import LoadRequest, load
 from holdfast.ranks import Alone
 from holdfast.records.selector import Selector
 from holdfast.records.strategy import LoadStrategy
-from holdfast.saving import SaveRequest, save
+from holdfast.saving import save
 from holdfast.storage.base import Storage
 from holdfast.storage.local import LocalStorage
 from holdfast.testing import CrashingStorage, MemoryStorage, PowerLossStorage

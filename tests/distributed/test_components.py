@@ -25,7 +25,7 @@ _groups: dict[int, Any] = {}
 
 def manager_of(run: Path, state: dict[str, Any], **options: Any) -> holdfast.CheckpointManager:
     options = {"rng": False, "timeout": TIMEOUT_SECONDS, **options}
-    return holdfast.CheckpointManager(run, state, **options)
+    return holdfast.CheckpointManager(run, state, **{"mode": "sync", **options})
 
 
 def group_of(size: int) -> Any:

@@ -96,7 +96,7 @@ def sharded_model(seed: int) -> Holder:
 
 
 def manager_of(run: Path, state: dict[str, Any], **options: Any) -> holdfast.CheckpointManager:
-    return holdfast.CheckpointManager(run, state, rng=False, **{"timeout": TIMEOUT_SECONDS, **options})
+    return holdfast.CheckpointManager(run, state, rng=False, **{"timeout": TIMEOUT_SECONDS, "mode": "sync", **options})
 
 
 # Failing writes
@@ -497,7 +497,7 @@ def save_to_a_disk_of_its_own(rank: int, folder: str) -> tuple[str, str]:
 
     state = {"model": torch.nn.Linear(2, 2)}
     storage = Elsewhere(f"{folder}/{rank}")
-    with holdfast.CheckpointManager("run", state, storage=storage, timeout=30) as manager:
+    with holdfast.CheckpointManager("run", state, storage=storage, timeout=30, mode="sync") as manager:
         try:
             manager.save(1)
         except holdfast.HoldfastError as error:

@@ -25,6 +25,7 @@ TIMEOUT_SECONDS = 10.0
 
 
 def manager_of(run: Path, state: dict[str, Any], **options: Any) -> holdfast.CheckpointManager:
+    options = {"mode": "sync", **options}
     return holdfast.CheckpointManager(run, state, rng=False, timeout=TIMEOUT_SECONDS, **options)
 
 

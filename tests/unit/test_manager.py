@@ -689,7 +689,8 @@ def test_a_full_disk_is_an_error_with_the_numbers_before_anything_is_written() -
 
 
 @pytest.mark.guarantee("G6")
-def test_a_save_that_fails_in_the_middle_leaves_the_run_as_it_was_and_the_next_one_works(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_save_that_fails_in_the_middle_leaves_the_run_as_it_was_and_the_next_one_works(mode: Any) -> None:
     class Leaky(MemoryStorage):
         fails = False
 
@@ -700,11 +701,11 @@ def test_a_save_that_fails_in_the_middle_leaves_the_run_as_it_was_and_the_next_o
 
     storage = Leaky()
     state = parts()
-    with holdfast.CheckpointManager("run", state, storage=storage) as manager:
-        manager.save(1)
+    with holdfast.CheckpointManager("run", state, storage=storage, mode=mode) as manager:
+        manager.save(1, wait=True)
         storage.fails = True
         with pytest.raises(OSError, match=r"step 2.*the cable is out"):
-            manager.save(2)
+            manager.save(2, wait=True)
         storage.fails = False
         assert [entry.name for entry in storage.entries("")] == ["run.json", "step-000000001"], "its debris is gone"
         assert manager.save(2).wait().sequence == 2
@@ -723,7 +724,7 @@ def test_an_interrupted_save_leaves_nothing_behind_and_the_next_one_works() -> N
             return super().create(key, size_bytes)
 
     storage = Interrupted()
-    with holdfast.CheckpointManager("run", parts(), storage=storage) as manager:
+    with holdfast.CheckpointManager("run", parts(), storage=storage, mode="sync") as manager:
         with pytest.raises(KeyboardInterrupt):
             manager.save(1)
         assert [entry.name for entry in storage.entries("")] == ["run.json"]

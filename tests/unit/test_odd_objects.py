@@ -162,6 +162,7 @@ def test_a_manager_believes_the_disk_and_not_its_memory(tmp_path: Path) -> None:
     with holdfast.CheckpointManager(tmp_path, {"model": nn.Linear(2, 2)}, rng=False) as manager:
         manager.save(0)
         manager.save(1)
+        manager.wait()
         os.remove(tmp_path / "step-000000001" / "manifest.json")
         assert [found.step for found in manager.checkpoints()] == [0]
         assert manager.restore().step == 0

@@ -56,13 +56,14 @@ from holdfast.records import layout
 from holdfast.records.boxes import Box, cover_exactly
 from holdfast.records.codec import Json, decode, encode
 from holdfast.records.dtypes import ELEMENT_TYPES
+from holdfast.records.facts import Facts, Listing
 from holdfast.records.files import TensorFile
 from holdfast.records.manifest import BLOCK_BYTES, ChunkRecord, FileRecord, TensorRecord, TreeRecord
 from holdfast.records.report import Problem
 from holdfast.records.state import Receipt
 from holdfast.records.targets import Request
 from holdfast.records.tensorfile import FramedChunk, frame
-from holdfast.stages.commit import Facts, Listing, commit
+from holdfast.stages.commit import commit
 from holdfast.stages.read import check_bytes, read
 from holdfast.stages.resolve import Location, resolve
 from holdfast.stages.stage import split, values_file
@@ -114,10 +115,8 @@ class _StoredValue(msgspec.Struct, frozen=True):
 class _Attempt:
     """What the coordinator decided about the save that is under way."""
 
-    run_id: str
     folder: str
     step: int
-    sequence: int
     parent: str | None
     loose: str
 
@@ -209,10 +208,9 @@ class HoldfastWriter(StorageWriter):  # type: ignore[misc]
                 step=step,
                 advice="a committed checkpoint never changes; save another step",
             )
-        sequence = max((checkpoint.sequence for checkpoint in scan.checkpoints), default=0) + 1
-        run_id = self._catalog.open_run()
+        self._catalog.open_run()
         folder, _ = self._catalog.claim(step, size)
-        return _Attempt(run_id, folder, step, sequence, parent, loose)
+        return _Attempt(folder, step, parent, loose)
 
 
 def _refuse_cached(plan: SavePlan) -> None:
@@ -372,9 +370,9 @@ def _commit(attempt: _Attempt, paths: Any, results: list[list[WriteResult]], cat
         file = values_file(layout.SHARED_VALUES, trees)
         shared = write(attempt.folder, (), [file], catalog.storage)
         receipts[0] = Receipt((*receipts[0].files, *shared.files), receipts[0].chunks)
-    listing = Listing(leaves, [TreeRecord(component=name, kind="values", file=layout.SHARED_VALUES) for name in trees])
+    records = tuple(TreeRecord(component=name, kind="values", file=layout.SHARED_VALUES) for name in trees)
     note = {"loose": attempt.loose if attempt.loose in trees else None, "flat": flat}
-    return commit(_facts(attempt, note), listing, receipts, catalog)
+    return commit(_facts(attempt, note), Listing(tuple(leaves), records), receipts, catalog)
 
 
 def _of(results: list[list[WriteResult]], kind: type) -> list[WriteResult]:
@@ -405,10 +403,8 @@ def _whole_leaves(pieces: Sequence[TensorRecord]) -> list[TensorRecord]:
 
 def _facts(attempt: _Attempt, note: Mapping[str, Any]) -> Facts:
     return Facts(
-        run_id=attempt.run_id,
         folder=attempt.folder,
         step=attempt.step,
-        sequence=attempt.sequence,
         parent=attempt.parent,
         meshes=(),
         metrics={},

@@ -64,6 +64,11 @@ def tensor_file(rank: int, part: int = 0) -> str:
     return f"rank-{rank:05d}.safetensors" if part == 0 else f"rank-{rank:05d}.{part}.safetensors"
 
 
+def receipt_file(rank: int) -> str:
+    """What a rank says of its part of an attempt once that is durable."""
+    return f"rank-{rank:05d}.receipt.json"
+
+
 def values_file(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 

@@ -86,13 +86,36 @@ class Duty(msgspec.Struct, frozen=True, array_like=True):
     parts: tuple[int, ...]
 
 
-class SavePlan(msgspec.Struct, frozen=True, array_like=True):
-    """The leader's decision about one save. When the step is `committed` already there is nothing to write."""
+class Brief(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank says first. Where the leader knows the structure, it is enough: the plan of the last save holds.
 
-    folder: str
+    `plan` is the number of the plan that this rank has. `room_bytes` is the memory that staging may take; None: all
+    that it needs is there already. `unheard`: the failure of the save before was not raised on this rank yet.
+    """
+
+    structure: str
+    digests: tuple[str, ...]
+    frozen: tuple[FrozenEntry, ...]
+    plan: int
+    room_bytes: int | None = None
+    unheard: bool = False
+
+
+class SavePlan(msgspec.Struct, frozen=True, array_like=True):
+    """The leader's decision about one save.
+
+    When the step is `committed` already there is nothing to write. `number` is that of the plan to follow; without
+    `duties` it is the one that every rank has, and with neither the leader wants to see the inventories. `streamed`:
+    there is no room to stage, so the save is written from the tensors' own memory. `unheard`: raise what failed before.
+    """
+
+    folder: str = ""
+    number: int = 0
     duties: tuple[Duty, ...] = ()
     committed: bool = False
     claim: str = ""
+    streamed: bool = False
+    unheard: bool = False
 
 
 class Receipt(msgspec.Struct, frozen=True, array_like=True):

@@ -18,6 +18,8 @@ from holdfast.records.boxes import MAX_DIMENSIONS, Box
 from holdfast.records.dtypes import STORED_CODES, ElementType, element_type
 
 ALIGNMENT = 4096
+SMALL_BYTES = 256 << 10
+"""A chunk below this size is small: what it costs is to be handled, not to be moved."""
 MAX_HEADER_BYTES = 100_000_000
 """The limit that safetensors itself puts on a header."""
 
@@ -49,7 +51,8 @@ class Frame:
 def frame(chunks: Sequence[FramedChunk]) -> Frame:
     """Lay chunks out as one safetensors file, without holes."""
     # Larger elements first: each chunk then starts at a multiple of its element's size, which mapping readers need.
-    ordered = tuple(sorted(chunks, key=lambda chunk: -chunk.kind.alignment))
+    # Among them small chunks first, by size: neighbours can then be moved together, thousands of them at a time.
+    ordered = tuple(sorted(chunks, key=lambda chunk: (-chunk.kind.alignment, min(chunk.size_bytes, SMALL_BYTES))))
     entries: dict[str, object] = {"__metadata__": _notes(ordered)}
     position = 0
     relative = []

@@ -5,7 +5,9 @@ Nothing is changed by being captured.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -15,43 +17,126 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from holdfast.components import Trainable
 from holdfast.errors import UsageError
-from holdfast.live import live_tree
+from holdfast.live import component_state, tree_of
 from holdfast.naming import parameter_names, scope_of
+from holdfast.recall import Remembered, remember
 from holdfast.records import layout
 from holdfast.records.boxes import whole
+from holdfast.records.manifest import MeshRecord
 from holdfast.records.state import CapturedTree, FrozenEntry, Inventory, PartEntry, TreeEntry
 from holdfast.tensors import dtype_name, fingerprint, held_piece, host_pieces, is_sharded, mesh_of, sample_of
 
 _PIECE_BYTES = 32 << 20
 
 
-def capture(components: Mapping[str, Any], *, rank: int, size: int, pipeline_stage: int | None) -> list[CapturedTree]:
-    """The state of every component as it is now, its tensors still the live ones."""
-    return [
-        live_tree(name, component, components, scope_of(component, rank=rank, size=size, pipeline_stage=pipeline_stage))
-        for name, component in components.items()
-    ]
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """The state of every component as it is now, its tensors still the live ones.
+
+    `texts` are the values of each tree as JSON, `digests` what ranks compare of them. `parts` are the tensors as the
+    leader must know them, and `memory` is what lies behind each of them. `structure` is a digest of all this that does
+    not change from save to save by itself.
+    """
+
+    trees: list[CapturedTree]
+    texts: list[bytes]
+    digests: tuple[str, ...]
+    parts: tuple[PartEntry, ...]
+    meshes: tuple[MeshRecord, ...]
+    frozen: tuple[FrozenEntry, ...]
+    memory: list[torch.Tensor]
+    structure: str
+
+    def inventory(self) -> Inventory:
+        """All that the leader needs in order to plan."""
+        entries = tuple(map(_tree_entry, self.trees, self.texts, self.digests))
+        return Inventory(entries, self.parts, self.meshes, self.frozen)
 
 
-def take_inventory(
-    trees: list[CapturedTree], frozen: tuple[FrozenEntry, ...], *, size: int
-) -> tuple[Inventory, list[torch.Tensor]]:
-    """What the leader must know of a capture in order to plan, and the memory behind each of its parts, in order."""
-    entries = tuple(_tree_entry(tree, size) for tree in trees)
-    parts: list[PartEntry] = []
-    memory: list[torch.Tensor] = []
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What the last capture of a component found."""
+
+    remembered: Remembered | None
+    parts: tuple[PartEntry, ...]
+    meshes: frozenset[MeshRecord]
+
+
+class Capturer:
+    """Captures again and again, and recognises what it has captured before."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, _Known] = {}
+        self._heads: list[Any] = []
+        self._parts: list[tuple[PartEntry, ...]] = []
+        self._every_part: tuple[PartEntry, ...] = ()
+        self._structure = ""
+
+    def capture(self, components: Mapping[str, Any], *, rank: int, size: int, pipeline_stage: int | None) -> Capture:
+        trees: list[CapturedTree] = []
+        parts: list[tuple[PartEntry, ...]] = []
+        memory: list[torch.Tensor] = []
+        meshes: set[MeshRecord] = set()
+        for index, (name, component) in enumerate(components.items()):
+            scope = scope_of(component, rank=rank, size=size, pipeline_stage=pipeline_stage)
+            tree, known = self._take(index, name, component, components, scope)
+            trees.append(tree)
+            parts.append(known.parts)
+            meshes |= known.meshes
+            memory += [_local(tensor) for tensor in tree.tensors.values()]
+            self._known[name] = known
+        texts = [_text(tree) for tree in trees]
+        digests = tuple(_digest(tree, text) if size > 1 else "" for tree, text in zip(trees, texts, strict=True))
+        ordered = tuple(sorted(meshes))
+        structure = self._digest_structure(trees, parts, ordered)
+        frozen = take_frozen(components)
+        return Capture(trees, texts, digests, self._every_part, ordered, frozen, memory, structure)
+
+    def _take(
+        self, index: int, name: str, component: Any, components: Mapping[str, Any], scope: str | None
+    ) -> tuple[CapturedTree, _Known]:
+        state = component_state(name, component, components)
+        known = self._known.get(name)
+        if known is not None and known.remembered is not None:
+            tree = known.remembered.recognise(state)
+            if tree is not None and tree.scope == scope and (not known.parts or known.parts[0].tree == index):
+                return tree, known
+        tree = tree_of(name, component, state, scope)
+        parts, meshes = _parts_of(index, tree)
+        if known is not None and known.parts == parts:
+            parts = known.parts
+        return tree, _Known(remember(tree, state), parts, meshes)
+
+    def _digest_structure(
+        self, trees: list[CapturedTree], parts: list[tuple[PartEntry, ...]], meshes: tuple[MeshRecord, ...]
+    ) -> str:
+        """Taken anew only when something is new: the parts of a tree that was recognised are the same object."""
+        heads = [meshes, *((tree.component, tree.kind, tree.scope, tree.type) for tree in trees)]
+        same = len(parts) == len(self._parts) and all(map(operator.is_, parts, self._parts))
+        if not same or heads != self._heads:
+            self._heads, self._parts = heads, parts
+            self._every_part = tuple(part for some in parts for part in some)
+            self._structure = blake3(msgspec.msgpack.encode((heads, parts))).hexdigest()
+        return self._structure
+
+
+def _parts_of(index: int, tree: CapturedTree) -> tuple[tuple[PartEntry, ...], frozenset[MeshRecord]]:
+    parts = []
     meshes = set()
-    for index, tree in enumerate(trees):
-        for path, tensor in tree.tensors.items():
-            shape = tuple(tensor.shape)
-            if is_sharded(tensor):
-                box, local = held_piece(tensor, leaf=layout.leaf_name(tree.component, path))
-                meshes.add(mesh_of(tensor))
-            else:
-                box, local = whole(shape), tensor
-            parts.append(PartEntry(index, path, dtype_name(tensor), shape, box, local is not tensor, path in tree.led))
-            memory.append(local)
-    return Inventory(entries, tuple(parts), tuple(sorted(meshes)), frozen), memory
+    for path, tensor in tree.tensors.items():
+        shape = tuple(tensor.shape)
+        sharded = is_sharded(tensor)
+        if sharded:
+            box, _ = held_piece(tensor, leaf=layout.leaf_name(tree.component, path))
+            meshes.add(mesh_of(tensor))
+        else:
+            box = whole(shape)
+        parts.append(PartEntry(index, path, dtype_name(tensor), shape, box, sharded, path in tree.led))
+    return tuple(parts), frozenset(meshes)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local().detach() if is_sharded(tensor) else tensor
 
 
 def take_frozen(components: Mapping[str, Any], *, anew: bool = False) -> tuple[FrozenEntry, ...]:
@@ -85,16 +170,17 @@ def _frozen_entry(component: str, name: str, parameter: torch.nn.Parameter) -> F
 _fingerprints = WeakIdKeyDictionary()
 
 
-def _tree_entry(tree: CapturedTree, size: int) -> TreeEntry:
+def _text(tree: CapturedTree) -> bytes:
     try:
-        text = msgspec.json.encode(tree.values)
+        return msgspec.json.encode(tree.values)
     except RecursionError as error:
         raise UsageError("the values are nested too deep", component=tree.component) from error
-    if size == 1:
-        return TreeEntry(tree.component, tree.kind, tree.scope, "", msgspec.Raw(b"\xc0"), tree.type)
-    mergeable = tree.kind != "values" and tree.scope == ""
-    values = msgspec.Raw(msgspec.msgpack.encode(tree.values)) if mergeable else msgspec.Raw(b"\xc0")
-    return TreeEntry(tree.component, tree.kind, tree.scope, _digest(tree, text), values, tree.type)
+
+
+def _tree_entry(tree: CapturedTree, text: bytes, digest: str) -> TreeEntry:
+    mergeable = digest and tree.kind != "values" and tree.scope == ""
+    values = msgspec.msgpack.encode(msgspec.json.decode(text)) if mergeable else b"\xc0"
+    return TreeEntry(tree.component, tree.kind, tree.scope, digest, msgspec.Raw(values), tree.type)
 
 
 def _digest(tree: CapturedTree, text: bytes) -> str:

@@ -2,44 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
 import msgspec
 
 from holdfast.catalog import Catalog, Checkpoint
 from holdfast.errors import SaveFailedError
-from holdfast.records.codec import Json
-from holdfast.records.manifest import BLOCK_BYTES, ChunkRecord, Manifest, MeshRecord, TensorRecord, TreeRecord
+from holdfast.records.facts import Facts, Listing
+from holdfast.records.manifest import BLOCK_BYTES, ChunkRecord, Manifest
 from holdfast.records.state import Receipt
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What a manifest says besides its files: all of it already encoded."""
-
-    run_id: str
-    folder: str
-    step: int
-    sequence: int
-    parent: str | None
-    meshes: Sequence[MeshRecord]
-    metrics: Mapping[str, Json]
-    progress: Mapping[str, Json]
-    extra: Mapping[str, Json]
-    config: Json
-    guards: Mapping[str, Json]
-    tags: Sequence[str]
-    versions: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Listing:
-    """The leaves and trees that the plan promised; the leaves still without their chunks."""
-
-    leaves: Sequence[TensorRecord]
-    trees: Sequence[TreeRecord]
 
 
 def commit(facts: Facts, listing: Listing, receipts: Sequence[Receipt], catalog: Catalog) -> Checkpoint:
@@ -52,27 +24,24 @@ def commit(facts: Facts, listing: Listing, receipts: Sequence[Receipt], catalog:
         if not written:
             raise SaveFailedError("no rank wrote it", step=facts.step, leaf=name)
     manifest = Manifest(
-        run_id=facts.run_id,
+        run_id=catalog.open_run(),
         folder=facts.folder,
         step=facts.step,
-        sequence=facts.sequence,
+        sequence=catalog.next_sequence(),
         parent=facts.parent,
         created=datetime.now(UTC).isoformat(timespec="microseconds"),
         world_size=len(receipts),
-        meshes=tuple(facts.meshes),
+        meshes=facts.meshes,
         block_bytes=BLOCK_BYTES,
         files=tuple(file for receipt in receipts for file in receipt.files),
         tensors=tuple(msgspec.structs.replace(leaf, chunks=tuple(chunks[leaf.name])) for leaf in listing.leaves),
-        trees=tuple(listing.trees),
-        metrics=dict(facts.metrics),
-        progress=dict(facts.progress),
-        extra=dict(facts.extra),
+        trees=listing.trees,
+        metrics=facts.metrics,
+        progress=facts.progress,
+        extra=facts.extra,
         config=facts.config,
-        guards=dict(facts.guards),
-        tags=tuple(facts.tags),
-        versions=dict(facts.versions),
+        guards=facts.guards,
+        tags=facts.tags,
+        versions=facts.versions,
     )
     return catalog.add(manifest)
-
-
-__all__ = ["Facts", "Listing", "commit"]

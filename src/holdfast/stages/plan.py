@@ -53,19 +53,19 @@ class TreePlan:
 
 @dataclass(frozen=True, slots=True)
 class GlobalPlan:
-    """The whole save: what each rank does, and what the manifest will list."""
+    """The whole save: what each rank does, what the manifest will list, and each rank's bytes of tensors."""
 
     duties: tuple[Duty, ...]
     leaves: tuple[LeafPlan, ...]
     trees: tuple[TreePlan, ...]
-    size_bytes: int
+    sizes: tuple[int, ...]
 
 
 def plan(inventories: Sequence[Inventory]) -> GlobalPlan:
     """Who writes what, from what everybody has."""
     scopes = _agree_on_scopes(inventories)
     trees = _assign_trees(inventories, scopes)
-    leaves, parts, size_bytes = _assign_parts(inventories, scopes)
+    leaves, parts, sizes = _assign_parts(inventories, scopes)
     duties = tuple(
         Duty(
             scopes=scopes[rank],
@@ -78,7 +78,7 @@ def plan(inventories: Sequence[Inventory]) -> GlobalPlan:
         )
         for rank, inventory in enumerate(inventories)
     )
-    return GlobalPlan(duties, tuple(leaves), tuple(trees.values()), size_bytes)
+    return GlobalPlan(duties, tuple(leaves), tuple(trees.values()), sizes)
 
 
 def frozen_guards(entries: Iterable[FrozenEntry]) -> dict[str, str]:
@@ -197,7 +197,7 @@ class _Holding:
 
 def _assign_parts(
     inventories: Sequence[Inventory], scopes: Sequence[tuple[str, ...]]
-) -> tuple[list[LeafPlan], list[list[int]], int]:
+) -> tuple[list[LeafPlan], list[list[int]], tuple[int, ...]]:
     holdings = _collect_holdings(inventories, scopes)
     load = [0] * len(inventories)
     parts: list[list[int]] = [[] for _ in inventories]
@@ -210,7 +210,7 @@ def _assign_parts(
             load[rank] += box.volume * item_bytes
     for indices in parts:
         indices.sort()
-    return [holding.plan for holding in holdings.values()], parts, sum(load)
+    return [holding.plan for holding in holdings.values()], parts, tuple(load)
 
 
 def _collect_holdings(inventories: Sequence[Inventory], scopes: Sequence[tuple[str, ...]]) -> dict[str, _Holding]:

@@ -1,40 +1,78 @@
 """Bring bytes of a checkpoint into tensors' memory, only the ranges that are needed, checked on the way.
 
-Requests (a leaf, the box of it that is wanted, a tensor to fill) enter; damage, if there is any, leaves.
+Requests (a leaf, the box of it that is wanted, a tensor to fill) enter; damage, if there is any, leaves. A large range
+for host memory is read straight into its place. What is for a device, small, or read past the page cache goes through
+slots: one read for many neighbours in the file, checked there, and only then copied on.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from holdfast.catalog import Checkpoint
 from holdfast.errors import StorageError
+from holdfast.memory import prefer_huge_pages
 from holdfast.records.boxes import Box, Span, span_of, strides_of, whole
 from holdfast.records.manifest import ChunkRecord, TensorRecord
 from holdfast.records.report import Problem
 from holdfast.records.targets import Request
-from holdfast.storage.base import Source
-from holdfast.storage.blocks import Region, check, read_checked, read_unchecked
-from holdfast.tensors import is_host_memory, memory_of, torch_dtype
+from holdfast.ring import SLOT_BYTES, Carrier, Rings
+from holdfast.storage.base import Source, alignment_of
+from holdfast.storage.blocks import Region, check, check_in, read_checked, read_unchecked
+from holdfast.tensors import is_dense, memory_at, memory_of, torch_dtype
 
-_PIECE_BYTES = 16 << 20
+_MAX_WORKERS = 16
+_BATCH_BYTES = 16 << 20
+# A piece, widened to whole pages on both sides, fits into a slot.
+_PIECE_BYTES = SLOT_BYTES - (64 << 10)
+# Up to this size one copy out of a slot costs less than a read of its own.
+_SMALL_BYTES = 64 << 10
+# So much that nobody wants is read rather than to begin another read.
+_GAP_BYTES = 64 << 10
+_LARGE_PAGES_FROM_BYTES = 512 << 10
+_HOST = torch.device("cpu")
+
+OnBytes = Callable[[int], None]
 
 
-def read(checkpoint: Checkpoint, requests: Sequence[Request], *, checked: bool) -> list[Problem]:
-    """Fill every target. With `checked`, give each damage; a target that damage fell into must not be used."""
-    return _run(checkpoint, (job for request in requests for job in _fills(request, checkpoint)), checked)
+def read(
+    checkpoint: Checkpoint,
+    requests: Sequence[Request],
+    *,
+    checked: bool,
+    readers: int = 1,
+    on_bytes: OnBytes = lambda count: None,
+    rings: Rings | None = None,
+) -> list[Problem]:
+    """Fill every target. With `checked`, give each damage; a target that damage fell into must not be used.
+
+    `readers` is how many processes read this checkpoint now: what they all want is left to the page cache, which has
+    it from the disk once. `on_bytes` is told how many more bytes are there, from any thread.
+    """
+    for request in requests:
+        if request.fresh and request.target.is_cpu and request.target.nbytes >= _LARGE_PAGES_FROM_BYTES:
+            prefer_huge_pages(request.target.data_ptr(), request.target.nbytes)
+    jobs = (job for request in requests for job in _fills(request, checkpoint, readers))
+    with rings or Rings() as rings:
+        return _run(checkpoint, jobs, checked, on_bytes, rings)
 
 
-def check_bytes(checkpoint: Checkpoint, requests: Sequence[Request]) -> list[Problem]:
-    """The damage that filling these targets would meet. Changes nothing."""
-    return _run(checkpoint, (job for request in requests for job in _checks(request, checkpoint)), True)
+def check_bytes(
+    checkpoint: Checkpoint, requests: Sequence[Request], *, on_bytes: OnBytes = lambda count: None
+) -> list[Problem]:
+    """The damage that filling these targets would meet. Changes nothing. What it reads stays in the page cache."""
+    jobs = (job for request in requests for job in _checks(request, checkpoint))
+    with Rings() as rings:
+        return _run(checkpoint, jobs, True, on_bytes, rings)
 
 
 def check_sizes(checkpoint: Checkpoint, requests: Sequence[Request]) -> list[Problem]:
@@ -45,46 +83,63 @@ def check_sizes(checkpoint: Checkpoint, requests: Sequence[Request]) -> list[Pro
     return [problem for problem in found if isinstance(problem, Problem)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """A range of a chunk to read: into `target`, through a scratch and `place`, or, with neither, only to check."""
+def size_of(requests: Iterable[Request]) -> int:
+    """How many bytes `on_bytes` will be told of."""
+    return sum(request.box.volume * request.leaf.item_bytes for request in requests)
+
+
+class _Job(NamedTuple):
+    """A range of a chunk to read: to an `address` of this process, on by `place`, or, with neither, only to check.
+
+    `once`: no other process wants these bytes, so the page cache need not keep them.
+    """
 
     leaf: str
     file: str
     region: Region
     start: int
     end: int
-    target: memoryview | None = None
-    place: Callable[[torch.Tensor], None] | None = None
+    address: int = 0
+    place: Callable[[Carrier, torch.Tensor], None] | None = None
+    device: torch.device = _HOST
+    once: bool = False
 
 
-def _run(checkpoint: Checkpoint, jobs: Iterable[_Job], checked: bool) -> list[Problem]:
-    problems: list[Problem] = []
+def _run(checkpoint: Checkpoint, jobs: Iterable[_Job], checked: bool, on_bytes: OnBytes, rings: Rings) -> list[Problem]:
+    def act(task: _Batch | _Extent) -> list[Problem]:
+        found = _do_batch(task, checked) if isinstance(task, _Batch) else _do_extent(task, checked, rings)
+        on_bytes(sum(job.end - job.start for job in task.jobs))
+        return found
+
     with ExitStack() as stack:
-        sources: dict[str, Source | Problem] = {}
+        files = _Files(checkpoint, stack)
+        with ThreadPoolExecutor(_workers(), thread_name_prefix="holdfast-read") as pool:
+            found = [problem for problems in pool.map(act, _tasks(jobs, files, checked)) for problem in problems]
+        return files.problems + found
 
-        def batches() -> Iterator[list[tuple[_Job, Source]]]:
-            batch: list[tuple[_Job, Source]] = []
-            size = 0
-            for job in jobs:
-                source = sources.get(job.file)
-                if source is None:
-                    source = sources[job.file] = _open(checkpoint, job.file, stack)
-                if isinstance(source, Problem):
-                    problems.append(Problem(source.file, source.what, job.leaf))
-                    continue
-                batch.append((job, source))
-                size += job.end - job.start
-                if size >= _PIECE_BYTES:
-                    yield batch
-                    batch, size = [], 0
-            if batch:
-                yield batch
 
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="holdfast-read") as pool:
-            for found in pool.map(partial(_do_batch, checked=checked), batches()):
-                problems += found
-    return problems
+def _workers() -> int:
+    """As many as there are cores for this process: what they do most is to digest."""
+    return min(_MAX_WORKERS, len(os.sched_getaffinity(0)))
+
+
+class _Files:
+    """The files of a checkpoint, opened when they are first wanted. Notes for each leaf what is wrong with its file."""
+
+    def __init__(self, checkpoint: Checkpoint, stack: ExitStack) -> None:
+        self.problems: list[Problem] = []
+        self._checkpoint = checkpoint
+        self._stack = stack
+        self._sources: dict[str, Source | Problem] = {}
+
+    def source(self, job: _Job) -> Source | None:
+        source = self._sources.get(job.file)
+        if source is None:
+            source = self._sources[job.file] = _open(self._checkpoint, job.file, self._stack)
+        if isinstance(source, Problem):
+            self.problems.append(Problem(source.file, source.what, job.leaf))
+            return None
+        return source
 
 
 def _open(checkpoint: Checkpoint, name: str, stack: ExitStack) -> Source | Problem:
@@ -98,35 +153,160 @@ def _open(checkpoint: Checkpoint, name: str, stack: ExitStack) -> Source | Probl
     return source
 
 
-def _do_batch(batch: list[tuple[_Job, Source]], *, checked: bool) -> list[Problem]:
-    problems = []
-    for job, source in batch:
-        try:
-            damaged = _do(job, source, checked)
-        except StorageError as error:
-            place = (job.region.start + job.start, job.region.start + job.end)
-            problems.append(Problem(job.file, error.problem, job.leaf, place))
+# Grouping: what is read straight, and what goes through a slot
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Jobs that are done one by one, in place."""
+
+    jobs: list[_Job] = field(default_factory=list)
+    sources: list[Source] = field(default_factory=list)
+    size_bytes: int = 0
+
+    def add(self, job: _Job, source: Source) -> None:
+        self.jobs.append(job)
+        self.sources.append(source)
+        self.size_bytes += job.end - job.start
+
+
+@dataclass(slots=True)
+class _Extent:
+    """A range of a file that is read into a slot at once, and the jobs that lie in it."""
+
+    source: Source
+    alignment_bytes: int
+    low: int
+    high: int
+    jobs: list[_Job]
+
+    def takes(self, job: _Job, source: Source, low: int, high: int) -> bool:
+        """Whether the job can join: whether it goes the same way, from where this ends on, and the slot has room."""
+        return (
+            source is self.source
+            and job.device == self.jobs[0].device
+            and low >= self.low
+            and low - self.high <= _GAP_BYTES
+            and high - self.low <= _PIECE_BYTES
+        )
+
+    def range_to_read(self) -> tuple[int, int]:
+        """Widened to what the source reads best, except beyond its end."""
+        step = self.alignment_bytes
+        return self.low // step * step, min(-(-self.high // step) * step, self.source.size_bytes)
+
+
+def _tasks(jobs: Iterable[_Job], files: _Files, checked: bool) -> Iterator[_Batch | _Extent]:
+    batch = _Batch()
+    extent: _Extent | None = None
+    for job in jobs:
+        source = files.source(job)
+        if source is None:
             continue
-        problems += [Problem(job.file, "the bytes do not have their digest", job.leaf, place) for place in damaged]
+        alignment = alignment_of(source) if job.once else 1
+        if _goes_straight(job, alignment):
+            batch.add(job, source)
+            if batch.size_bytes >= _BATCH_BYTES:
+                yield batch
+                batch = _Batch()
+            continue
+        low, high = _range_of(job, checked)
+        if extent is not None and extent.takes(job, source, low, high):
+            extent.jobs.append(job)
+            extent.high = max(extent.high, high)
+            continue
+        if extent is not None:
+            yield extent
+        extent = _Extent(source, alignment, low, high, [job])
+    if batch.jobs:
+        yield batch
+    if extent is not None:
+        yield extent
+
+
+def _goes_straight(job: _Job, alignment_bytes: int) -> bool:
+    if job.place is not None:
+        return False
+    return job.address == 0 or (alignment_bytes == 1 and job.end - job.start > _SMALL_BYTES)
+
+
+def _range_of(job: _Job, checked: bool) -> tuple[int, int]:
+    """The bytes of the file that a job needs: whole blocks when they are checked."""
+    start, end = job.region.whole_blocks(job.start, job.end) if checked else (job.start, job.end)
+    return job.region.start + start, job.region.start + end
+
+
+# Doing
+
+
+def _do_batch(batch: _Batch, checked: bool) -> list[Problem]:
+    problems = []
+    for job, source in zip(batch.jobs, batch.sources, strict=True):
+        try:
+            damaged = _do_straight(job, source, checked)
+        except StorageError as error:
+            problems.append(_unread(job, error))
+        else:
+            problems += _damages(job, damaged)
     return problems
 
 
-def _do(job: _Job, source: Source, checked: bool) -> list[tuple[int, int]]:
-    if job.target is None and job.place is None:
+def _do_straight(job: _Job, source: Source, checked: bool) -> list[tuple[int, int]]:
+    if job.address == 0:
         return check(source, job.region, job.start, job.end)
-    scratch = None
-    target = job.target
-    if target is None:
-        scratch = torch.empty(job.end - job.start, dtype=torch.uint8)
-        target = memory_of(scratch)
+    target = memory_at(job.address, job.end - job.start)
     if checked:
-        damaged = read_checked(source, job.region, job.start, target)
+        return read_checked(source, job.region, job.start, target)
+    read_unchecked(source, job.region, job.start, target)
+    return []
+
+
+def _do_extent(extent: _Extent, checked: bool, rings: Rings) -> list[Problem]:
+    low, high = extent.range_to_read()
+    ring = rings.of(extent.jobs[0].device)
+    with ring.slot(high - low) as slot:
+        memory = memory_of(slot)
+        try:
+            extent.source.read_into(low, memory)
+        except StorageError as error:
+            return _do_apart(extent, error, checked, rings)
+        problems = []
+        for job in extent.jobs:
+            damaged = check_in(memory, low, job.region, job.start, job.end) if checked else []
+            if damaged:
+                problems += _damages(job, damaged)
+                continue
+            start = job.region.start + job.start - low
+            _place(job, ring.carrier, slot, start)
+    return problems
+
+
+def _do_apart(extent: _Extent, error: StorageError, checked: bool, rings: Rings) -> list[Problem]:
+    """After an error only what really cannot be read is damaged, so each job gets a read of its own."""
+    if len(extent.jobs) == 1:
+        return [_unread(extent.jobs[0], error)]
+    alone = (_Extent(extent.source, 1, *_range_of(job, checked), [job]) for job in extent.jobs)
+    return [problem for one in alone for problem in _do_extent(one, checked, rings)]
+
+
+def _place(job: _Job, carrier: Carrier, slot: torch.Tensor, start: int) -> None:
+    """Hand on a job's bytes, which lie in the slot from `start` on and are sound."""
+    size = job.end - job.start
+    if job.place is not None:
+        job.place(carrier, slot[start : start + size])
     else:
-        damaged = []
-        read_unchecked(source, job.region, job.start, target)
-    if scratch is not None and job.place is not None and not damaged:
-        job.place(scratch)
-    return damaged
+        ctypes.memmove(job.address, slot.data_ptr() + start, size)
+
+
+def _unread(job: _Job, error: StorageError) -> Problem:
+    return Problem(job.file, error.problem, job.leaf, (job.region.start + job.start, job.region.start + job.end))
+
+
+def _damages(job: _Job, places: Iterable[tuple[int, int]]) -> list[Problem]:
+    return [Problem(job.file, "the bytes do not have their digest", job.leaf, place) for place in places]
+
+
+# From requests to jobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,46 +343,74 @@ def _checks(request: Request, checkpoint: Checkpoint) -> Iterator[_Job]:
             yield _Job(request.leaf.name, overlap.chunk.file, overlap.region, start, end)
 
 
-def _fills(request: Request, checkpoint: Checkpoint) -> Iterator[_Job]:
-    item = request.leaf.item_bytes
+def _fills(request: Request, checkpoint: Checkpoint, readers: int) -> Iterator[_Job]:
+    once = readers == 1 or request.box.sizes != request.leaf.shape
     for overlap in _overlaps(request, checkpoint):
-        if overlap.span.dense and is_host_memory(overlap.target):
-            memory = memory_of(overlap.target)
-            first = overlap.span.start * item
-            for start, end in _pieces(overlap.region, first, first + len(memory)):
-                part = memory[start - first : end - first]
-                yield _Job(request.leaf.name, overlap.chunk.file, overlap.region, start, end, target=part)
+        if not (overlap.span.dense and is_dense(overlap.target)):
+            yield from _scattered(request.leaf, overlap, once)
+        elif overlap.target.is_cpu:
+            yield from _to_memory(request.leaf, overlap, once)
         else:
-            yield from _scattered(request.leaf, overlap)
+            yield from _to_device(request.leaf, overlap, once)
 
 
-def _scattered(leaf: TensorRecord, overlap: _Overlap) -> Iterator[_Job]:
-    """What does not lie in one stretch, or not in host memory, goes through a scratch, some rows at a time."""
+def _to_memory(leaf: TensorRecord, overlap: _Overlap, once: bool) -> Iterator[_Job]:
+    address = overlap.target.data_ptr()
+    region, file = overlap.region, overlap.chunk.file
+    first = overlap.span.start * leaf.item_bytes
+    for start, end in _pieces(region, first, first + overlap.span.length * leaf.item_bytes):
+        yield _Job(leaf.name, file, region, start, end, address + start - first, once=once)
+
+
+def _to_device(leaf: TensorRecord, overlap: _Overlap, once: bool) -> Iterator[_Job]:
+    flat = overlap.target.view(-1).view(torch.uint8)
+    first = overlap.span.start * leaf.item_bytes
+    for start, end in _pieces(overlap.region, first, first + flat.numel()):
+        place = partial(_copy, flat[start - first : end - first])
+        yield _Job(
+            leaf.name, overlap.chunk.file, overlap.region, start, end, place=place, device=flat.device, once=once
+        )
+
+
+def _scattered(leaf: TensorRecord, overlap: _Overlap, once: bool) -> Iterator[_Job]:
+    """What does not lie in one stretch goes some rows at a time."""
     item = leaf.item_bytes
     dtype = torch_dtype(leaf.dtype)
     chunk, inner = overlap.chunk, overlap.inner
     strides = strides_of(chunk.sizes)
-    for part in _row_groups(inner, strides, item):
+    for part in _row_groups(inner, strides[0] * item if strides else item, overlap.region.block_bytes):
         span = span_of(part, chunk.sizes)
-        rows = Box(tuple(a - b for a, b in zip(part.offsets, inner.offsets, strict=True)), part.sizes)
+        target = _narrow(overlap.target, part.relative_to(inner))
+        start, end = span.start * item, (span.start + span.length) * item
+        place = partial(_copy_scattered, target, dtype, part.sizes, strides)
+        yield _Job(leaf.name, chunk.file, overlap.region, start, end, place=place, device=target.device, once=once)
 
-        place = partial(_place, _narrow(overlap.target, rows), dtype, part.sizes, strides)
-        start = span.start * item
-        yield _Job(leaf.name, chunk.file, overlap.region, start, start + span.length * item, place=place)
+
+def _copy(target: torch.Tensor, carrier: Carrier, source: torch.Tensor) -> None:
+    carrier.copy(target, source)
 
 
-def _place(
-    target: torch.Tensor, dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...], scratch: torch.Tensor
+def _copy_scattered(
+    target: torch.Tensor,
+    dtype: torch.dtype,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    carrier: Carrier,
+    source: torch.Tensor,
 ) -> None:
-    target.copy_(scratch.view(dtype).as_strided(sizes, strides))
+    # In memory of its own: in a slot a value may lie at a place that is no multiple of its size.
+    carrier.copy(target, carrier.landed(source).view(dtype).as_strided(sizes, strides))
 
 
-def _row_groups(box: Box, strides: tuple[int, ...], item_bytes: int) -> Iterator[Box]:
-    """The box in groups of rows of its first dimension, none of which spans much more than a piece."""
+def _row_groups(box: Box, row_bytes: int, block_bytes: int) -> Iterator[Box]:
+    """The box in groups of rows of its first dimension that, with the whole blocks that they touch, fit into a slot.
+
+    Only a row, or a block, that is large itself makes a larger group.
+    """
     if not box.sizes:
         yield box
         return
-    rows = max(_PIECE_BYTES // (strides[0] * item_bytes), 1)
+    rows = max(max(_PIECE_BYTES - 2 * block_bytes, _PIECE_BYTES // 2) // row_bytes, 1)
     for row in range(0, box.sizes[0], rows):
         size = min(rows, box.sizes[0] - row)
         yield Box((box.offsets[0] + row, *box.offsets[1:]), (size, *box.sizes[1:]))

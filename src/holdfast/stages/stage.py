@@ -1,9 +1,10 @@
-"""Lay this rank's part of a save out as files. A capture and a duty enter; framed files leave, whose bytes are fetched
-from the tensors' own memory when they are written."""
+"""Lay this rank's part of a save out as files. An inventory and a duty enter; framed files leave, whose bytes are
+fetched from the tensors' own memory when they are written, or copied to an arena (holdfast.staging)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from holdfast.records.codec import Json
 from holdfast.records.files import PlainFile, TensorFile
 from holdfast.records.manifest import BLOCK_BYTES
 from holdfast.records.state import Duty, Inventory
-from holdfast.records.tensorfile import FramedChunk, frame
+from holdfast.records.tensorfile import Frame, FramedChunk, frame
 from holdfast.tensors import source_of
 
 MAX_FILE_BYTES = 4 << 30
@@ -25,22 +26,39 @@ MAX_FILE_CHUNKS = 40_000
 _PIECE_BYTES = 32 * BLOCK_BYTES
 
 
-def stage(inventory: Inventory, memory: Sequence[Any], duty: Duty, *, rank: int) -> list[TensorFile]:
-    """The tensor files that this rank writes, from the memory behind the parts of its inventory."""
+@dataclass(frozen=True, slots=True)
+class FileLayout:
+    """A tensor file of this rank: its frame, and for each chunk of it, in order, the part of the inventory."""
+
+    name: str
+    frame: Frame
+    parts: tuple[int, ...]
+
+
+def lay_out(inventory: Inventory, duty: Duty, *, rank: int) -> list[FileLayout]:
+    """The tensor files that this rank writes. The same as long as the structure of the state is."""
     names = [layout.tree_name(tree.component, scope) for tree, scope in zip(inventory.trees, duty.scopes, strict=True)]
     chunks: list[FramedChunk] = []
-    sources: dict[str, Any] = {}
+    parts: dict[str, int] = {}
     for index in duty.parts:
         part = inventory.parts[index]
         leaf = layout.leaf_name(names[part.tree], part.path)
         box = whole(part.shape) if 0 in part.shape else part.box
         chunks.append(FramedChunk.of(leaf, part.dtype, box))
-        sources[leaf] = source_of(memory[index], _PIECE_BYTES)
+        parts[leaf] = index
     files = []
     for number, group in enumerate(split(chunks)):
         framed = frame(group)
-        files.append(TensorFile(layout.tensor_file(rank, number), framed, [sources[one.leaf] for one in framed.chunks]))
+        files.append(FileLayout(layout.tensor_file(rank, number), framed, tuple(parts[c.leaf] for c in framed.chunks)))
     return files
+
+
+def stage(files: Sequence[FileLayout], memory: Sequence[Any]) -> list[TensorFile]:
+    """The files with where their bytes come from: the memory behind the parts of the inventory."""
+    return [
+        TensorFile(file.name, file.frame, [source_of(memory[part], _PIECE_BYTES) for part in file.parts])
+        for file in files
+    ]
 
 
 def split(chunks: Sequence[FramedChunk]) -> Iterator[list[FramedChunk]]:
@@ -60,7 +78,7 @@ def split(chunks: Sequence[FramedChunk]) -> Iterator[list[FramedChunk]]:
         yield group
 
 
-def values_file(name: str, trees: Mapping[str, Json]) -> PlainFile:
+def values_file(name: str, trees: Mapping[str, Json | msgspec.Raw]) -> PlainFile:
     """The file of the values that are no tensors."""
     data = msgspec.json.encode({"trees": trees})
     return PlainFile(name, len(data), lambda: iter((memoryview(data),)))

@@ -6,7 +6,7 @@ Bytes are digested on the way, block by block, in the one pass in which they are
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from blake3 import blake3
 
@@ -19,12 +19,20 @@ from holdfast.storage.base import Sink, Storage
 _SMALL_BYTES = 64 << 10
 
 
-def write(folder: str, tensors: Iterable[TensorFile], plain: Iterable[PlainFile], storage: Storage) -> Receipt:
-    """Write everything that this rank writes, and return when bytes and names are durable."""
+def write(
+    folder: str,
+    tensors: Iterable[TensorFile],
+    plain: Iterable[PlainFile],
+    storage: Storage,
+    *,
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> Receipt:
+    """Write everything that this rank writes, and return when bytes and names are durable. `on_bytes` hears of bytes
+    as they are handed on."""
     files: list[FileRecord] = []
     chunks: list[tuple[str, ChunkRecord]] = []
     for tensor_file in tensors:
-        file, written = _write_tensor_file(folder, tensor_file, storage)
+        file, written = _write_tensor_file(folder, tensor_file, storage, on_bytes)
         files.append(file)
         chunks += written
     for plain_file in plain:
@@ -36,12 +44,12 @@ def write(folder: str, tensors: Iterable[TensorFile], plain: Iterable[PlainFile]
 
 
 def _write_tensor_file(
-    folder: str, file: TensorFile, storage: Storage
+    folder: str, file: TensorFile, storage: Storage, on_bytes: Callable[[int], None]
 ) -> tuple[FileRecord, list[tuple[str, ChunkRecord]]]:
     frame = file.frame
     chunks: list[tuple[str, ChunkRecord]] = []
     with storage.create(layout.key(folder, file.name), frame.size_bytes) as sink:
-        tray = _Tray(sink)
+        tray = _Tray(sink, on_bytes)
         sink.write(frame.header)
         for chunk, start, source in zip(frame.chunks, frame.starts, file.sources, strict=True):
             digests = _write_chunk(tray, source)
@@ -70,8 +78,9 @@ def _write_chunk(tray: _Tray, source: HostMemory | Pieces) -> tuple[str, ...]:
 class _Tray:
     """Carries small chunks to a sink together: a call of the sink costs more than the copy of a few kilobytes."""
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: Sink, on_bytes: Callable[[int], None]) -> None:
         self._sink = sink
+        self._on_bytes = on_bytes
         self._memory = (ctypes.c_ubyte * BLOCK_BYTES)()
         self._address = ctypes.addressof(self._memory)
         self._view = memoryview(self._memory).cast("B")
@@ -94,10 +103,12 @@ class _Tray:
             block = piece[start : start + BLOCK_BYTES]
             yield digest_of(block)
             self._sink.write(block)
+            self._on_bytes(len(block))
 
     def flush(self) -> None:
         if self._used:
             self._sink.write(self._view[: self._used])
+            self._on_bytes(self._used)
             self._used = 0
 
 

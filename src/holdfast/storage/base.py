@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self, runtime_checkable
 
-__all__ = ["Bytes", "Entry", "Sink", "Source", "Storage"]
+__all__ = ["Bytes", "Entry", "Sink", "Source", "Storage", "alignment_of"]
 
 Bytes = bytes | bytearray | memoryview
 
@@ -58,7 +58,10 @@ class Sink(Protocol):
 
 
 class Source(Protocol):
-    """A key that is being read. May be used by several threads at once."""
+    """A key that is being read. May be used by several threads at once.
+
+    A source may have an `alignment_bytes`, see `alignment_of`.
+    """
 
     @property
     def size_bytes(self) -> int: ...
@@ -73,6 +76,14 @@ class Source(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
+
+
+def alignment_of(source: Source) -> int:
+    """The number that offsets, sizes and memory should be multiples of for this source to read at its best.
+
+    1, which is what a source has that says nothing of it, means that any will do. Others are read as well, only slower.
+    """
+    return getattr(source, "alignment_bytes", 1)
 
 
 @runtime_checkable

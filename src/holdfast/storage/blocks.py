@@ -28,6 +28,12 @@ class Region:
         """The blocks that a range of the region touches."""
         return range(start // self.block_bytes, -(-end // self.block_bytes))
 
+    def whole_blocks(self, start: int, end: int) -> tuple[int, int]:
+        """The range of the region that must be there for its bytes from `start` to `end` to be checked."""
+        return start // self.block_bytes * self.block_bytes, min(
+            -(-end // self.block_bytes) * self.block_bytes, self.size_bytes
+        )
+
 
 def read_unchecked(source: Source, region: Region, start: int, target: memoryview) -> None:
     source.read_into(region.start + start, target)
@@ -65,6 +71,17 @@ def check(source: Source, region: Region, start: int, end: int) -> list[tuple[in
         source.read_into(region.start + low, block)
         if blake3(block).hexdigest() != region.digests[index]:
             damaged.append((region.start + low, region.start + high))
+    return damaged
+
+
+def check_in(memory: memoryview, offset: int, region: Region, start: int, end: int) -> list[tuple[int, int]]:
+    """The same, of bytes that were read already: `memory` has those of the file from `offset` on."""
+    damaged = []
+    for index in region.blocks(start, end):
+        low, high = region.block(index)
+        low, high = region.start + low, region.start + high
+        if blake3(memory[low - offset : high - offset]).hexdigest() != region.digests[index]:
+            damaged.append((low, high))
     return damaged
 
 

@@ -60,8 +60,12 @@ class Disk:
         """A handle for reading. It may be of something that is no regular file: look at its status."""
         return os.open(name, _READ_FLAGS, dir_fd=folder)
 
+    def reopen_file(self, file: int) -> int:
+        """A second handle for reading the file of a handle, whatever its name leads to by now."""
+        return os.open(f"/proc/self/fd/{file}", _READ_FLAGS & ~os.O_NOFOLLOW)
+
     def set_direct(self, file: int, direct: bool) -> None:
-        """Let writes pass by the page cache, or not.
+        """Let reads and writes pass by the page cache, or not.
 
         Set after the file was made, not while: an open with O_DIRECT that is refused may leave the new file behind.
         """
@@ -75,6 +79,15 @@ class Disk:
     def read_at(self, file: int, target: memoryview, offset: int) -> int:
         """How many bytes were read, which may be fewer than fit; 0 is the end of the file."""
         return os.preadv(file, [target], offset)
+
+    def read_cached_at(self, file: int, target: memoryview, offset: int) -> int:
+        """The same, of bytes that are in the page cache; `BlockingIOError` when the disk would have to be asked."""
+        return os.preadv(file, [target], offset, os.RWF_NOWAIT)
+
+    def start_write_back(self, file: int, offset: int, size_bytes: int) -> None:
+        """Let the disk begin with these bytes. Makes nothing durable; does not wait."""
+        # The advice that pages are not needed any more makes Linux write the dirty ones out first.
+        os.posix_fadvise(file, offset, size_bytes, os.POSIX_FADV_DONTNEED)
 
     def fsync_file(self, file: int) -> None:
         os.fsync(file)

@@ -26,6 +26,7 @@ from typing import Self, TypeVar
 from holdfast.errors import KeyMissingError, StorageError, UsageError
 from holdfast.storage.advice import explained
 from holdfast.storage.base import Entry
+from holdfast.storage.bypass import ALIGNMENT_BYTES, Bypass
 from holdfast.storage.disk import Disk
 from holdfast.storage.keys import TEMPORARY_PREFIX, folder_parts, is_part, key_parts
 from holdfast.storage.streaming import FileSink, Pen
@@ -62,6 +63,11 @@ class LocalStorage:
     @property
     def url(self) -> str:
         return self._root
+
+    @property
+    def opens_by_url(self) -> bool:
+        """Whether another process that opens `url` has the same storage: not a class or a disk that is only in this."""
+        return type(self) is LocalStorage and self._disk is _DISK
 
     def put(self, key: str, data: bytes) -> None:
         *folders, name = key_parts(key)
@@ -330,6 +336,8 @@ class LocalSource:
     def __init__(self, disk: Disk, file: int, path: str) -> None:
         self._disk = disk
         self._file: int | None = file
+        self._bypass: Bypass | None = None
+        self._bypass_decided = False
         self._path = path
         try:
             self._size_bytes = self._regular_size_bytes(file)
@@ -341,21 +349,42 @@ class LocalSource:
     def size_bytes(self) -> int:
         return self._size_bytes
 
+    @property
+    def alignment_bytes(self) -> int:
+        """More than 1 where reads past the page cache pay. Whoever asks is taken to read the file once, much of it."""
+        if not self._bypass_decided and self._file is not None:
+            self._bypass_decided = True
+            self._bypass = Bypass.where_it_pays(self._disk, self._file, self._size_bytes)
+        return 1 if self._bypass is None else ALIGNMENT_BYTES
+
     def read_into(self, offset: int, target: memoryview) -> None:
         if offset < 0:
             raise UsageError(f"a file has no byte at {offset}", file=self._path)
         if target.nbytes == 0:
             return
         view = target.cast("B")
+        if self._bypass is not None:
+            count = self._read_past_cache(self._bypass, view, offset)
+            offset += count
+            view = view[count:]
         while len(view) > 0:
             count = self._read_some(view, offset)
             offset += count
             view = view[count:]
 
     def close(self) -> None:
+        bypass, self._bypass = self._bypass, None
+        if bypass is not None:
+            bypass.close()
         file, self._file = self._file, None
         if file is not None:
             self._disk.close(file)
+
+    def _read_past_cache(self, bypass: Bypass, view: memoryview, offset: int) -> int:
+        try:
+            return bypass.read(view, offset)
+        except OSError as error:
+            raise explained(error, "reading it", self._path) from error
 
     def _read_some(self, view: memoryview, offset: int) -> int:
         if self._file is None:

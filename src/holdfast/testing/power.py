@@ -151,6 +151,10 @@ class PowerLossDisk(Disk):
         self._require_life()
         return super().open_file(folder, name)
 
+    def reopen_file(self, file: int) -> int:
+        self._require_life()
+        return super().reopen_file(file)
+
     def set_direct(self, file: int, direct: bool) -> None:
         self._require_life()
         super().set_direct(file, direct)
@@ -166,6 +170,10 @@ class PowerLossDisk(Disk):
     def read_at(self, file: int, target: memoryview, offset: int) -> int:
         self._require_life()
         return super().read_at(file, target, offset)
+
+    def read_cached_at(self, file: int, target: memoryview, offset: int) -> int:
+        self._require_life()
+        return super().read_cached_at(file, target, offset)
 
     def fsync_file(self, file: int) -> None:
         with self._lock:

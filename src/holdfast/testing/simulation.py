@@ -98,3 +98,6 @@ class _Store:
 
     def pause(self, seconds: float) -> None:
         self._baton.hand_on(self._rank)
+
+    def branch(self) -> _Store:
+        raise NotImplementedError("a simulated rank is one thread")

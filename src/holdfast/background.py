@@ -1,0 +1,256 @@
+"""One save behind the training: follow the writer, agree with the other ranks, keep the outcome. Knows no torch.
+
+Who may remove what: until the leader says that a save failed, every rank's part stays, because the leader's writer may
+be about to commit, alone, when its trainer is gone. So a leader tells its own writer to give up before it tells the
+other ranks, and a rank that hears nothing from the leader removes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import msgspec
+
+from holdfast.arena import Arena
+from holdfast.errors import HoldfastError, RankError, SaveFailedError, error_from_record
+from holdfast.ranks import Ranks
+from holdfast.records.events import Event, EventKind
+from holdfast.records.images import Answer, Commit, Committed, Discard, Failed, Written
+from holdfast.writer.client import Writer
+
+__all__ = ["Behind", "PendingSave", "Saved", "as_save_error"]
+
+_GIVE_UP_SECONDS = 60.0
+
+
+class Saved(msgspec.Struct, frozen=True, array_like=True):
+    """Where the checkpoint is. `skipped` when the step was committed already and nothing was written."""
+
+    folder: str
+    digest: str
+    skipped: bool = False
+    size_bytes: int = 0
+
+
+class PendingSave:
+    """A save from its start to its end, whatever thread it is in."""
+
+    def __init__(self, step: int, rank: int, watcher: Callable[[Event], None]) -> None:
+        self.step = step
+        self.folder = ""
+        self.size_bytes = 0
+        self.written_bytes: Callable[[], int] = lambda: 0
+        self.error: HoldfastError | None = None
+        self.heard = False
+        self.phases: dict[str, float] = {}
+        self.started = time.monotonic()
+        self.seconds = 0.0
+        self._rank = rank
+        self._watcher = watcher
+        self._saved: Saved | None = None
+        self._staged = threading.Event()
+        self._done = threading.Event()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self.phases[name] = self.phases.get(name, 0.0) + time.monotonic() - begin
+
+    def tell(self, kind: EventKind, *, size_bytes: int = 0, path: str = "", error: str = "") -> None:
+        seconds = time.monotonic() - self.started
+        phases = MappingProxyType(dict(self.phases))
+        self._watcher(Event(kind, self.step, self._rank, seconds, size_bytes, phases, path, error))
+
+    @property
+    def skipped(self) -> bool:
+        return self._saved is not None and self._saved.skipped
+
+    def staged(self) -> bool:
+        return self._staged.is_set()
+
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    def mark_staged(self) -> None:
+        self._staged.set()
+        self.tell("staged", size_bytes=self.size_bytes)
+
+    def succeed(self, saved: Saved) -> None:
+        self._saved = saved
+        self._end()
+
+    def fail(self, error: HoldfastError) -> None:
+        self.error = error
+        self._end()
+        self.tell("failed", error=str(error))
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Whether it came to its end within that time. Raises nothing."""
+        return self._done.wait(timeout_seconds)
+
+    def result(self) -> Saved:
+        """The outcome, or the failure, which counts as heard then."""
+        self._done.wait()
+        if self.error is not None:
+            self.heard = True
+            raise self.error
+        if self._saved is None:
+            raise HoldfastError("the save has no outcome")
+        return self._saved
+
+    def _end(self) -> None:
+        self.seconds = time.monotonic() - self.started
+        # Nothing may keep the arena when the saver gives it back, not even somebody's handle of an old save.
+        self.written_bytes = lambda: self.size_bytes
+        self._staged.set()
+        self._done.set()
+
+
+def as_save_error(error: BaseException, step: int) -> HoldfastError:
+    """Any failure of a save as the error that the caller gets."""
+    if isinstance(error, HoldfastError):
+        if type(error) is HoldfastError:  # what some rank's own code raised, passed on by its name
+            return SaveFailedError(**{**error.fields, "step": step})
+        return error.at(step=step)
+    return SaveFailedError(f"{type(error).__name__}: {error}", step=step)
+
+
+@dataclass(slots=True)
+class HandedOver:
+    """What this rank's writer has of a save: nothing as long as there is no writer. `finish_staging` returns when the
+    arena holds all of it."""
+
+    number: int = 0
+    writer: Writer | None = None
+    arena: Arena | None = None
+    finish_staging: Callable[[], None] = lambda: None
+
+
+class Behind:
+    """The background half of one save on one rank, run by a thread of its own.
+
+    `failure` is why this rank could not stage; the others hear it here. `on_end` gets the outcome, None for a failure.
+    """
+
+    def __init__(
+        self,
+        pending: PendingSave,
+        handed: HandedOver,
+        ranks: Ranks,
+        *,
+        failure: BaseException | None,
+        timeout_seconds: float,
+        on_end: Callable[[Saved | None], None],
+    ) -> None:
+        self._pending = pending
+        self._handed = handed
+        self._ranks = ranks
+        self._failure = failure
+        self._timeout_seconds = timeout_seconds
+        self._on_end = on_end
+        self._wrote = False
+        self._saved: Saved | None = None
+
+    def start(self) -> None:
+        name = f"holdfast-save-{self._pending.step}"
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def _run(self) -> None:
+        pending = self._pending
+        try:
+            saved = self._agree()
+        except BaseException as error:
+            self._on_end(None)
+            pending.fail(as_save_error(error, pending.step))
+        else:
+            self._on_end(saved)
+            pending.succeed(saved)
+
+    def _agree(self) -> Saved:
+        label = f"commit of step {self._pending.step}"
+        try:
+            return self._ranks.decide(
+                label, self._write, self._commit, sends=int, returns=Saved, if_failed=self._give_up
+            )
+        except HoldfastError as error:
+            if self._ranks.rank != 0 and not _is_silence(error):
+                self._give_up()
+            raise
+        except Exception:
+            # The way to the other ranks is gone, and nobody was told that the save failed. The leader's writer sees by
+            # itself whether all parts are there.
+            if self._ranks.rank != 0 or self._ranks.size == 1 or not self._wrote:
+                raise
+            return self._saved if self._saved is not None else self._commit([])
+
+    def _write(self) -> int:
+        """This rank's part: its size, once it is durable."""
+        pending = self._pending
+        if self._failure is not None:
+            self._stop_writer()
+            raise self._failure
+        with pending.phase("copy"):
+            self._handed.finish_staging()
+        if not pending.staged():
+            pending.mark_staged()
+        with pending.phase("write"):
+            answer = self._hear()
+        if not isinstance(answer, Written):
+            raise SaveFailedError(f"the writer answered {type(answer).__name__}")
+        pending.tell("written", size_bytes=answer.size_bytes)
+        self._wrote = True
+        return answer.size_bytes
+
+    def _commit(self, sizes: list[int]) -> Saved:
+        """The leader's part: its writer has all that a commit needs."""
+        with self._pending.phase("commit"):
+            self._writer().tell(Commit(self._handed.number))
+            answer = self._hear()
+        if not isinstance(answer, Committed):
+            raise SaveFailedError(f"the writer answered {type(answer).__name__}")
+        self._saved = Saved(self._pending.folder, answer.digest, size_bytes=answer.size_bytes)
+        return self._saved
+
+    def _hear(self) -> Answer:
+        answer = self._writer().hear(self._progress, self._timeout_seconds)
+        if isinstance(answer, Failed):
+            raise error_from_record(answer.error)
+        return answer
+
+    def _progress(self) -> int:
+        arena = self._handed.arena
+        return arena.written + arena.staged if arena is not None else 0
+
+    def _writer(self) -> Writer:
+        if self._handed.writer is None:
+            raise SaveFailedError("there is no writer")
+        return self._handed.writer
+
+    def _stop_writer(self) -> None:
+        """The rest will never be staged: let the writer know, and hear it end."""
+        if self._handed.writer is not None and self._handed.arena is not None:
+            self._handed.arena.abandon()
+            with contextlib.suppress(HoldfastError):
+                self._hear()
+
+    def _give_up(self) -> None:
+        """Have this rank's part removed."""
+        if self._handed.writer is None:
+            return
+        with contextlib.suppress(HoldfastError):
+            self._handed.writer.tell(Discard(self._handed.number))
+            self._handed.writer.hear(lambda: 0, _GIVE_UP_SECONDS)
+
+
+def _is_silence(error: HoldfastError) -> bool:
+    """Whether it only says that the leader was not heard, which is no word of the leader's."""
+    return isinstance(error, RankError) and tuple(getattr(error, "ranks", ())) == (0,)

@@ -1,0 +1,187 @@
+"""Save plain state dicts without a manager: nested dicts of tensors and values enter, committed checkpoints leave.
+
+The building block under the manager. What PyTorch's `dcp.async_save` takes, this takes; `dcp.load` with a
+`HoldfastReader` reads it back under the same keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Self, get_args
+
+from holdfast.catalog import Catalog
+from holdfast.components import Shared
+from holdfast.errors import ClosedError, UsageError
+from holdfast.handle import SaveHandle
+from holdfast.leading import SaveRequest
+from holdfast.ranks import torch_ranks
+from holdfast.records.codec import encode
+from holdfast.records.events import Event
+from holdfast.records.layout import check_component_name, check_step
+from holdfast.records.selector import check_tag
+from holdfast.requests import check_callable, check_limit, check_timeout, encoded, encoded_metrics, one_of
+from holdfast.saving import Saver
+from holdfast.stages.resolve import Location
+from holdfast.staging import ChosenMode
+from holdfast.storage.base import Storage
+from holdfast.storage.registry import open_storage
+
+__all__ = ["AsyncCheckpointer"]
+
+_NOTE = "dcp"
+_LOOSE = "state"
+
+
+class AsyncCheckpointer:
+    """Saves state dicts, one save at a time, while the training goes on.
+
+    run, mode, process_group, storage, timeout, staging_limit_bytes, on_event: as for `CheckpointManager`. Every rank
+    calls the same methods in the same order. DTensors are saved as the one tensor that they are parts of; of plain
+    tensors and values that all ranks have, the first rank's count, as in PyTorch's own checkpoints.
+
+    In the pinned modes nothing says which optimizer changes a tensor of a plain state dict, so everything is copied in
+    the order of the training's own stream, by way of clones where the device has room for them.
+    """
+
+    def __init__(
+        self,
+        run: Location,
+        *,
+        mode: ChosenMode = "auto",
+        process_group: Any = None,
+        storage: Storage | None = None,
+        timeout: float = 600.0,
+        staging_limit_bytes: int | None = None,
+        on_event: Callable[[Event], None] | None = None,
+    ) -> None:
+        check_timeout(timeout)
+        one_of("mode", mode, get_args(ChosenMode))
+        check_limit(staging_limit_bytes)
+        check_callable("on_event", on_event)
+        self._catalog = Catalog(storage if storage is not None else open_storage(run))
+        self._closed = False
+        self._saver = Saver(
+            self._catalog,
+            torch_ranks(process_group, timeout_seconds=timeout),
+            mode=mode,
+            staging_limit_bytes=staging_limit_bytes,
+            timeout_seconds=timeout,
+            on_event=on_event,
+        )
+
+    def save(
+        self,
+        step: int,
+        state_dict: Mapping[str, Any],
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        progress: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
+        tag: str | None = None,
+        wait: bool = False,
+    ) -> SaveHandle:
+        """Save a state dict as the checkpoint of `step`. Returns when its tensors may be changed again, as the mode
+        says; `wait` returns when the checkpoint is committed. Raises what failed before, once."""
+        if self._closed:
+            raise ClosedError("the checkpointer was closed", run=self._catalog.storage.url, advice="build a new one")
+
+        def request() -> SaveRequest:
+            components, note = _components(state_dict)
+            return SaveRequest(
+                step=check_step(step),
+                components=components,
+                metrics=encoded_metrics(metrics),
+                progress=encoded("progress", progress),
+                extra={**encoded("extra", extra), _NOTE: encode(note, path=_NOTE, on_tensor=None)},
+                tags=() if tag is None else (check_tag(tag),),
+            )
+
+        handle = SaveHandle(self._saver.save(step, request), self._catalog)
+        if wait:
+            handle.wait()
+        return handle
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a save is under way."""
+        return self._saver.is_pending
+
+    def poll(self) -> None:
+        """Raise what failed, once; never waits."""
+        self._saver.poll()
+
+    def wait(self) -> None:
+        """Return when every save is committed; raise what failed, once."""
+        self._saver.wait()
+
+    def before_update(self) -> None:
+        """Make the device wait for copies that still read, before tensors are changed by other means than a step."""
+        self._saver.before_update()
+
+    def close(self) -> None:
+        """Finish what is pending and give everything back. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._saver.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closed = True
+        self._saver.close_after(error)
+
+    def __repr__(self) -> str:
+        return f"AsyncCheckpointer({self._catalog.storage.url!r})"
+
+
+class _Plain:
+    """A state dict as a component."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        raise UsageError("a plain state dict takes no state")
+
+
+def _components(state_dict: Mapping[str, Any]) -> tuple[dict[str, Shared], dict[str, Any]]:
+    """The state dict as components, and the note by which a reader finds the keys of PyTorch's flattened spelling.
+
+    A dict is a component of its own; the front of a dotted key is one; every other key goes into one more.
+    """
+    if not isinstance(state_dict, Mapping) or not all(isinstance(key, str) for key in state_dict):
+        raise UsageError(f"a state dict is a mapping with texts as keys, not {state_dict!r:.100}")
+    own = {key: dict(value) for key, value in state_dict.items() if _is_component(key) and isinstance(value, Mapping)}
+    flat: dict[str, dict[str, Any]] = {}
+    loose: dict[str, Any] = {}
+    for key, value in state_dict.items():
+        front, _, rest = key.partition(".")
+        if key in own:
+            continue
+        if rest and _is_component(front):
+            (own if front in own else flat).setdefault(front, {})[rest] = value
+        else:
+            loose[key] = value
+    name, number = _LOOSE, 2
+    while name in own or name in flat:
+        name, number = f"{_LOOSE}_{number}", number + 1
+    states = {**own, **flat, **({name: loose} if loose else {})}
+    if not states:
+        raise UsageError("the state dict is empty")
+    note = {"loose": name if loose else None, "flat": sorted(flat)}
+    return {key: Shared(_Plain(value)) for key, value in states.items()}, note
+
+
+def _is_component(name: str) -> bool:
+    try:
+        check_component_name(name)
+    except UsageError:
+        return False
+    return True

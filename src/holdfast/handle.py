@@ -1,0 +1,48 @@
+"""What a caller holds of a save: whether it is staged, done, and the checkpoint that it became."""
+
+from __future__ import annotations
+
+from holdfast.background import PendingSave
+from holdfast.catalog import Catalog, Checkpoint
+
+__all__ = ["SaveHandle"]
+
+
+class SaveHandle:
+    """One save, which may still be under way."""
+
+    def __init__(self, pending: PendingSave, catalog: Catalog) -> None:
+        self.step = pending.step
+        self._pending = pending
+        self._catalog = catalog
+        self._checkpoint: Checkpoint | None = None
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the step was committed before, so that nothing was written."""
+        return self._pending.skipped
+
+    def staged(self) -> bool:
+        """Whether the state is copied, so that the training may change its tensors in any way. In the pinned modes the
+        optimizers' steps wait for it by themselves."""
+        return self._pending.staged()
+
+    def done(self) -> bool:
+        """Whether the save came to its end: committed, or failed, which `wait` then raises."""
+        return self._pending.done()
+
+    def wait(self) -> Checkpoint:
+        """The committed checkpoint, as soon as it is; raises what failed."""
+        saved = self._pending.result()
+        if self._checkpoint is None:
+            self._checkpoint = self._catalog.read(saved.folder)
+        return self._checkpoint
+
+    def __repr__(self) -> str:
+        if not self._pending.done():
+            state = "staged" if self._pending.staged() else "under way"
+        elif self._pending.error is not None:
+            state = "failed"
+        else:
+            state = "committed before" if self.skipped else "committed"
+        return f"SaveHandle(step={self.step}, {state})"

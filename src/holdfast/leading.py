@@ -1,0 +1,216 @@
+"""What the leader decides about a save, and what it keeps from one to the next: the plan, and the line of the run.
+
+Every rank's word enters; a plan, a folder's name and the facts of the manifest leave. Knows no tensors.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast._version import __version__
+from holdfast.background import Saved
+from holdfast.catalog import Catalog
+from holdfast.errors import KeyMissingError, StorageError
+from holdfast.records import layout
+from holdfast.records.codec import Json
+from holdfast.records.facts import Facts, Listing
+from holdfast.records.manifest import MeshRecord, TensorRecord, TreeRecord
+from holdfast.records.state import Brief, Duty, FrozenEntry, Inventory, SavePlan
+from holdfast.stages.plan import GlobalPlan, frozen_guards, plan
+
+logger = logging.getLogger("holdfast")
+
+__all__ = ["Leader", "SaveRequest"]
+
+_ROOM_FOR_RECORDS_BYTES = 1 << 20
+_ROOM_FOR_HEADERS_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """What to save: the live objects, and the facts that go into the manifest, encoded."""
+
+    step: int
+    components: Mapping[str, Any]
+    pipeline_stage: int | None = None
+    parent: str | None = None
+    metrics: Mapping[str, Json] = field(default_factory=dict)
+    progress: Mapping[str, Json] = field(default_factory=dict)
+    extra: Mapping[str, Json] = field(default_factory=dict)
+    config: Json = None
+    guards: Mapping[str, Json] = field(default_factory=dict)
+    tags: Sequence[str] = ()
+    assets: Sequence[Path] = ()
+
+
+class Leader:
+    """What the leader keeps from save to save: the plan, and which steps the line of the run has."""
+
+    def __init__(self, catalog: Catalog, size: int, *, claims: bool, staging_limit_bytes: int | None) -> None:
+        self._catalog = catalog
+        self._size = size
+        self._claims = claims
+        self._staging_limit_bytes = staging_limit_bytes
+        self._number = 0
+        self._structures: list[str] = []
+        self._pattern: list[Any] = []
+        self._briefs: Sequence[Brief] = ()
+        self._frozen: list[FrozenEntry] = []
+        self._plan = GlobalPlan((), (), (), ())
+        self._meshes: tuple[MeshRecord, ...] = ()
+        self._line: dict[int, str] | None = None
+        self._line_head: str | None = None
+        self._attempts: dict[int, int] | None = None
+        self.listing = Listing((), ())
+
+    @property
+    def trees(self) -> Sequence[Any]:
+        return self._plan.trees
+
+    def begin(self, request: SaveRequest, briefs: list[Brief]) -> SavePlan:
+        """Whether there is anything to do, and whether the plan of the last save holds."""
+        if all(brief.unheard for brief in briefs):
+            return SavePlan(unheard=True)
+        folder = self._committed_at(request)
+        if folder is not None:
+            return SavePlan(folder, committed=True)
+        self._briefs, self._frozen = briefs, [entry for brief in briefs for entry in brief.frozen]
+        if not self._holds(briefs):
+            return SavePlan()
+        return self._start(request, ())
+
+    def plan(self, request: SaveRequest, inventories: list[Inventory]) -> SavePlan:
+        """A new plan. Nothing is touched before it stands and there is room for it."""
+        planned = plan(inventories)
+        self._plan = planned
+        self._meshes = tuple(sorted({mesh for inventory in inventories for mesh in inventory.meshes}))
+        self._number += 1
+        self._structures = [brief.structure for brief in self._briefs]
+        self._pattern = _pattern(self._briefs)
+        self.listing = Listing(
+            tuple(
+                TensorRecord(name=leaf.name, dtype=leaf.dtype, shape=leaf.shape, chunks=(), sharded=leaf.sharded)
+                for leaf in planned.leaves
+            ),
+            tuple(
+                TreeRecord(component=tree.component, kind=tree.kind, file=tree.file, scope=tree.scope, type=tree.type)
+                for tree in planned.trees
+            ),
+        )
+        return self._start(request, planned.duties)
+
+    def facts(self, request: SaveRequest, folder: str) -> Facts:
+        return Facts(
+            step=request.step,
+            folder=folder,
+            parent=request.parent,
+            meshes=self._meshes,
+            metrics=dict(request.metrics),
+            progress=dict(request.progress),
+            extra=dict(request.extra),
+            config=request.config,
+            guards={**request.guards, **frozen_guards(self._frozen)},
+            tags=tuple(request.tags),
+            versions={"holdfast": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
+        )
+
+    def note_commit(self, step: int, saved: Saved) -> None:
+        if self._line is not None:
+            self._line[step] = saved.folder
+            self._line_head = saved.digest
+
+    def forget(self) -> None:
+        """Something went wrong: look at the run anew before the next save."""
+        self._line = self._attempts = None
+
+    def _holds(self, briefs: Sequence[Brief]) -> bool:
+        # What the ranks hold in parts is merged from their values, which have to travel each time.
+        merged = any(tree.merged is not None for tree in self._plan.trees)
+        return (
+            not merged
+            and self._number > 0
+            and all(brief.plan == self._number for brief in briefs)
+            and [brief.structure for brief in briefs] == self._structures
+            and _pattern(briefs) == self._pattern
+        )
+
+    def _start(self, request: SaveRequest, duties: tuple[Duty, ...]) -> SavePlan:
+        self._check_room()
+        streamed = not self._claims and self._must_stream()
+        if self._claims or streamed:
+            self._catalog.open_run()
+            folder, claim = self._catalog.claim(request.step, self._size)
+        else:
+            folder, claim = self._name(request.step), ""
+        return SavePlan(folder, self._number, duties, claim=claim, streamed=streamed)
+
+    def _name(self, step: int) -> str:
+        """A folder's name. The leader's writer claims it, behind the training, and fails if somebody else was first."""
+        if self._attempts is None:
+            self._catalog.open_run()
+            self._attempts = self._catalog.attempts()
+        self._attempts[step] = self._attempts.get(step, 0) + 1
+        return layout.folder_name(step, self._attempts[step])
+
+    def _must_stream(self) -> bool:
+        limit = self._staging_limit_bytes
+        for rank, (needed, brief) in enumerate(zip(self._plan.sizes, self._briefs, strict=True)):
+            if limit is not None and needed > limit:
+                logger.debug("rank %d has %d bytes, over staging_limit_bytes=%d: streamed", rank, needed, limit)
+                return True
+            if brief.room_bytes is not None and needed + _ROOM_FOR_HEADERS_BYTES > brief.room_bytes:
+                logger.warning(
+                    "rank %d has %.1f MiB to stage and %.1f MiB of memory are free: this save is written in pieces "
+                    "before the training goes on",
+                    rank,
+                    needed / 2**20,
+                    brief.room_bytes / 2**20,
+                )
+                return True
+        return False
+
+    def _check_room(self) -> None:
+        free = self._catalog.storage.free_bytes()
+        needed = sum(self._plan.sizes) + _ROOM_FOR_RECORDS_BYTES
+        if free is not None and free < needed:
+            raise StorageError(
+                f"the checkpoint needs {needed / 2**20:,.1f} MiB and {free / 2**20:,.1f} MiB are free",
+                errno=errno.ENOSPC,
+                run=self._catalog.storage.url,
+                advice="make room or keep fewer checkpoints; nothing was written",
+            )
+
+    def _committed_at(self, request: SaveRequest) -> str | None:
+        """The folder in which this line of the run has that step. The line is read once, and then kept in mind."""
+        if self._line is None or self._line_head != request.parent:
+            found = self._catalog.lineage(request.parent, self._catalog.scan())
+            self._line = {checkpoint.step: checkpoint.folder for checkpoint in reversed(found)}
+            self._line_head = request.parent
+        folder = self._line.get(request.step)
+        if folder is None:
+            return None
+        try:
+            self._catalog.read(folder)
+        except KeyMissingError:
+            # Somebody removed it since.
+            self._line = None
+            return None
+        return folder
+
+
+def _pattern(briefs: Sequence[Brief]) -> list[Any]:
+    """Which ranks have the same values of a tree: all that a plan takes from their digests."""
+    width = max((len(brief.digests) for brief in briefs), default=0)
+    patterns = []
+    for index in range(width):
+        column = [brief.digests[index] if index < len(brief.digests) else None for brief in briefs]
+        patterns.append(tuple(map(column.index, column)))
+    return patterns

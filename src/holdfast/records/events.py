@@ -1,0 +1,30 @@
+"""What happened to a save or a restore, as a value for those who watch. Machines read events, people read log lines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+EventKind = Literal["started", "staged", "written", "committed", "failed", "restored"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that happened, on one rank.
+
+    kind: "started", "staged" (the training may change its tensors again), "written" (this rank's part is durable),
+        "committed" (the checkpoint exists), "failed", "restored".
+    seconds: since the save or restore began. phases: how long each part of it took so far, by name.
+    size_bytes: what this rank staged or wrote; of "committed" and "restored", the whole checkpoint.
+    """
+
+    kind: EventKind
+    step: int
+    rank: int
+    seconds: float
+    size_bytes: int = 0
+    phases: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    path: str = ""
+    error: str = ""

@@ -1,0 +1,32 @@
+"""What a manifest says besides its files, and which leaves and trees it lists. Values only, all of them encoded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from holdfast.records.manifest import MeshRecord, TensorRecord, TreeRecord
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a manifest says besides its files. The sequence number is the commit's to give."""
+
+    step: int
+    folder: str
+    parent: str | None
+    meshes: tuple[MeshRecord, ...]
+    metrics: dict[str, Any]
+    progress: dict[str, Any]
+    extra: dict[str, Any]
+    config: Any
+    guards: dict[str, Any]
+    tags: tuple[str, ...]
+    versions: dict[str, str]
+
+
+class Listing(msgspec.Struct, frozen=True):
+    """The leaves and trees that the plan promised; the leaves still without their chunks."""
+
+    leaves: tuple[TensorRecord, ...]
+    trees: tuple[TreeRecord, ...]

@@ -1,0 +1,64 @@
+"""Check what a caller passes to a save, and encode it. Arguments enter; values that a manifest can hold leave."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+import torch
+
+from holdfast.errors import UsageError
+from holdfast.records.codec import Json, encode
+
+__all__ = ["check_callable", "check_limit", "check_timeout", "encoded", "encoded_metrics", "one_of"]
+
+
+def check_timeout(timeout: object) -> None:
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
+        raise UsageError(f"timeout={timeout!r}", advice="give a positive number of seconds")
+
+
+def check_limit(limit: object) -> None:
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
+        raise UsageError(f"staging_limit_bytes={limit!r}", advice="give a number of bytes, or None for no limit")
+
+
+def check_callable(name: str, value: object) -> None:
+    if value is not None and not callable(value):
+        raise UsageError(f"{name}={value!r:.100}", advice="give a function that takes an event")
+
+
+def encoded(name: str, values: Mapping[str, Any] | None) -> dict[str, Json]:
+    if values is None:
+        return {}
+    if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
+        raise UsageError(f"{name} is a mapping with texts as keys, not {values!r:.100}")
+    encoded = {key: encode(value, path=f"{name}.{key}", on_tensor=None) for key, value in values.items()}
+    return encoded
+
+
+def encoded_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Json]:
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise UsageError(f"metrics is a mapping of numbers by name, not {metrics!r:.100}")
+    numbers = {name: _number(value) for name, value in metrics.items()}
+    for name, value in numbers.items():
+        if not isinstance(value, int | float):
+            raise UsageError(
+                f"the metric {name!r} is {value!r:.100}, not a number", advice="use extra= for other values"
+            )
+    return encoded("metrics", numbers)
+
+
+def _number(value: Any) -> Any:
+    """A loss is often still a tensor or a numpy scalar; ranking wants the number."""
+    one_element = isinstance(value, torch.Tensor | numpy.generic | numpy.ndarray) and math.prod(value.shape) == 1
+    return value.item() if one_element else value
+
+
+def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UsageError(f"{name}={value!r}", advice=f"use one of {', '.join(map(repr, allowed))}")

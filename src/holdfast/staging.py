@@ -1,0 +1,442 @@
+"""Copy a rank's part of a save into the arena, where it lies as its files will. Knows torch, devices and their streams.
+
+Host memory is copied in the call. Device memory is copied by a stream of its own, into page-locked memory, while the
+training goes on; nothing torn can come of it, because
+- what an optimizer of the state owns is changed by its `step` alone, which waits, on the device, for the copy;
+- everything else is cloned, or copied, in the order of the training's own stream, before anything can change it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from holdfast.arena import PAGE_BYTES, Arena
+from holdfast.errors import HoldfastError
+from holdfast.records.files import PlainFile
+from holdfast.records.images import Image, Place, PlainImage
+from holdfast.records.tensorfile import SMALL_BYTES
+from holdfast.stages.stage import FileLayout
+from holdfast.tensors import torch_dtype
+
+logger = logging.getLogger("holdfast")
+
+Mode = Literal["sync", "async", "async_pinned", "async_device"]
+ChosenMode = Literal["auto", "sync", "async", "async_pinned", "async_device"]
+
+_BYTE = torch.uint8
+_GROUP_BYTES = 32 << 20
+# A device's queue takes about a thousand entries; whoever enqueues more waits for it.
+_QUEUE_COPIES = 800
+_DEVICE_GROUP_BYTES = 256 << 20
+_SLACK_BYTES = 1 << 20
+_PORTABLE = 1
+# What a clone on the device leaves free: an allocator needs room to move, and other libraries take some, too.
+_DEVICE_RESERVE_BYTES = 1 << 30
+
+
+def arena_bytes(files: Iterable[FileLayout]) -> int:
+    """The room that the tensor files of a rank take in an arena."""
+    return sum(_aligned(file.frame.size_bytes) for file in files)
+
+
+class Staging:
+    """One save on its way into the arena."""
+
+    def __init__(self, arena: Arena, end: int) -> None:
+        self._arena = arena
+        self._end = end
+        self._sending: Callable[[], list[tuple[Any, int]]] | None = None
+        self._sent = threading.Event()
+        self._sent.set()
+        self._groups: list[tuple[Any, int]] = []
+        self._held: list[Any] = []
+
+    def send_later(self, sending: Callable[[], list[tuple[Any, int]]]) -> None:
+        """Have copies enqueued by whoever finishes: there are more of them than a device's queue takes at once."""
+        self._sending = sending
+        self._sent.clear()
+
+    def hold(self, groups: list[tuple[Any, int]], held: list[Any]) -> None:
+        """Copies that are under way: an event each, and how far the arena is filled when it has come."""
+        self._groups = groups
+        self._held = held
+
+    def wait_until_sent(self) -> None:
+        self._sent.wait()
+
+    def finish(self) -> None:
+        """Return when the arena holds everything. The writer follows meanwhile."""
+        try:
+            if self._sending is not None:
+                self._groups = self._sending()
+        finally:
+            self._sending = None
+            self._sent.set()
+        for event, position in self._groups:
+            event.synchronize()
+            self._arena.staged = position
+        self._arena.staged = self._end
+        self._groups, self._held = [], []
+
+
+class _Copy(NamedTuple):
+    """A copy from a device: where to, what, and how far the arena is filled when this and all before it are done."""
+
+    target: torch.Tensor
+    source: torch.Tensor
+    end: int
+
+
+class Stager:
+    """The arena of one rank and the ways into it."""
+
+    def __init__(self) -> None:
+        self._arena: Arena | None = None
+        self._registered = False
+        self._files: Sequence[FileLayout] = ()
+        self._images: tuple[Image, ...] = ()
+        self._chunks: list[_Chunk] = []
+        self._views: list[torch.Tensor] = []
+        self._order: list[int] = []
+        self._tensor_bytes = 0
+        self._trays: dict[tuple[int, int], _Tray] = {}
+        self._streams: dict[torch.device, Any] = {}
+        self._staging: Staging | None = None
+        self._reading: list[torch.device] = []
+        self._said_no_room = False
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._arena.size_bytes if self._arena is not None else 0
+
+    def arrange(self, files: Sequence[FileLayout], plain: Sequence[PlainFile]) -> tuple[Arena, tuple[Image, ...]]:
+        """The arena with a place for these files; grown, or laid out anew, only when it must be."""
+        plain_bytes = sum(_aligned(file.size_bytes) for file in plain)
+        if files is not self._files:
+            self._images = tuple(_images(files))
+            self._tensor_bytes = arena_bytes(files)
+            self._forget_places()
+        needed = self._tensor_bytes + plain_bytes
+        if self._arena is None or self._arena.size_bytes < needed:
+            self.close()
+            # A little more than is needed: the values that are no tensors grow now and then.
+            self._arena = Arena.make(_aligned(needed + plain_bytes // 4 + _SLACK_BYTES))
+        if not self._views:
+            self._lay_out(files)
+        self._files = files
+        return self._arena, self._images
+
+    def stage_plain(self, plain: Sequence[PlainFile]) -> tuple[PlainImage, ...]:
+        """Copy the files that are no tensor files."""
+        arena = self._require_arena()
+        images, position = [], self._tensor_bytes
+        for file in plain:
+            end = position
+            for piece in file.pieces():
+                arena.memory[end : end + len(piece)] = piece
+                end += len(piece)
+            images.append(PlainImage(file.name, position, end - position))
+            position = _aligned(end)
+        return tuple(images)
+
+    def stage(self, memory: Sequence[torch.Tensor], mode: Mode, owned: Set[int]) -> Staging:
+        """Copy what is in host memory, and send the copies of devices on their way.
+
+        `owned` are the addresses of tensors that nothing but an optimizer's step changes.
+        """
+        arena = self._require_arena()
+        sources = [_copyable(memory[part]) for part in self._order]
+        staging = Staging(arena, self._tensor_bytes)
+        with torch.no_grad():
+            if any(source.is_cuda for source in sources):
+                self._register(arena)
+                self._send_copies(sources, mode, owned, staging)
+            else:
+                self._copy(sources, arena)
+        return staging
+
+    def before_update(self) -> None:
+        """Make the current stream of every device wait for the copies that still read. The CPU goes on at once."""
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            staging.wait_until_sent()
+            for device in self._reading:
+                torch.cuda.current_stream(device).wait_stream(self._stream(device))
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._forget_places()
+        self._staging = None
+        arena, self._arena = self._arena, None
+        if arena is None:
+            return
+        if self._registered:
+            torch.cuda.cudart().cudaHostUnregister(arena.address)
+            self._registered = False
+        arena.close()
+
+    def _require_arena(self) -> Arena:
+        if self._arena is None:
+            raise HoldfastError("there is no arena yet")
+        return self._arena
+
+    def _forget_places(self) -> None:
+        self._views, self._chunks, self._order, self._trays = [], [], [], {}
+
+    def _lay_out(self, files: Sequence[FileLayout]) -> None:
+        """The headers in their places, and a tensor over the place of each chunk that is not empty."""
+        arena = self._require_arena()
+        self._forget_places()
+        for file, image in zip(files, self._images, strict=True):
+            arena.memory[image.start : image.start + image.header_bytes] = file.frame.header
+            for part, framed, place in zip(file.parts, file.frame.chunks, image.chunks, strict=True):
+                if place.size_bytes:
+                    start = image.start + place.start
+                    chunk = _Chunk(start, start + place.size_bytes, torch_dtype(framed.kind.name), framed.box.sizes)
+                    self._order.append(part)
+                    self._chunks.append(chunk)
+                    self._views.append(chunk.on(torch.frombuffer(arena.memory[chunk.start : chunk.end], dtype=_BYTE)))
+
+    def _copy(self, sources: list[torch.Tensor], arena: Arena) -> None:
+        for first, last in _groups([chunk.end for chunk in self._chunks], _GROUP_BYTES):
+            _copy_all(self._views[first:last], sources[first:last])
+            arena.staged = self._chunks[last - 1].end
+        arena.staged = self._tensor_bytes
+
+    # Devices
+
+    def _send_copies(self, sources: list[torch.Tensor], mode: Mode, owned: Set[int], staging: Staging) -> None:
+        """In the order of the training's stream: small chunks are gathered, and what may change is cloned. The copies
+        to the arena then are made by streams of our own."""
+        gathered, singles = self._gather(sources)
+        loose = [index for index in singles if sources[index].data_ptr() not in owned]
+        cloned = mode == "async_device" and self._clone(sources, singles)
+        if not cloned and not self._clone(sources, loose):
+            # No room for clones: the training's own stream makes these copies, and the training waits for them.
+            _copy_now([self._views[index] for index in loose], [sources[index] for index in loose])
+            singles = [index for index in singles if index not in set(loose)]
+        copies = [_Copy(self._views[index], sources[index], self._chunks[index].end) for index in singles]
+        copies = sorted([*gathered, *copies], key=lambda copy: copy.end)
+        devices = {copy.source.device for copy in copies}
+        ready = {device: torch.cuda.current_stream(device).record_event() for device in devices}
+        self._staging, self._reading = (None, []) if cloned else (staging, list(devices))
+        if len(copies) > _QUEUE_COPIES:
+            staging.hold([], [copies])
+            staging.send_later(lambda: self._send(copies, ready))
+        else:
+            staging.hold(self._send(copies, ready), [copies])
+        here = [index for index, source in enumerate(sources) if not source.is_cuda]
+        _copy_all([self._views[index] for index in here], [sources[index] for index in here])
+
+    def _send(self, copies: list[_Copy], ready: dict[torch.device, Any]) -> list[tuple[Any, int]]:
+        """Enqueue the copies, with an event after each few hundred megabytes."""
+        for device, event in ready.items():
+            self._stream(device).wait_event(event)
+        groups: list[tuple[Any, int]] = []
+        for first, last in _groups([copy.end for copy in copies], _DEVICE_GROUP_BYTES):
+            for device in ready:
+                stream = self._stream(device)
+                with torch.cuda.stream(stream), torch.no_grad():
+                    for target, source, _ in copies[first:last]:
+                        if source.device == device:
+                            target.copy_(source, non_blocking=True)
+                event = torch.cuda.Event(blocking=True)
+                event.record(stream)
+                # Only the last device's event says how far the arena is: all of them have passed this place then.
+                groups.append((event, copies[last - 1].end if device == list(ready)[-1] else 0))
+        return groups
+
+    def _gather(self, sources: list[torch.Tensor]) -> tuple[list[_Copy], list[int]]:
+        """Copy small neighbours on a device together, so that each run of them is one copy to the arena; and the chunks
+        that are in no such run. A device's queue is short, and to enqueue a copy costs more than its few bytes do."""
+        copies: list[_Copy] = []
+        singles: list[int] = []
+        for first, last in self._runs(sources):
+            if last - first == 1:
+                if sources[first].is_cuda:
+                    singles.append(first)
+                continue
+            tray = self._trays.get((first, last))
+            if tray is None or tray.device != sources[first].device:
+                tray = _Tray(self._require_arena(), self._chunks[first:last], sources[first].device)
+                self._trays[first, last] = tray
+            tray.take(sources[first:last])
+            copies.append(_Copy(tray.target, tray.memory, self._chunks[last - 1].end))
+        return copies, singles
+
+    def _runs(self, sources: list[torch.Tensor]) -> Iterator[tuple[int, int]]:
+        """Ranges of chunks that can be copied as one: small, on one device, next to each other."""
+        first = 0
+        for index in range(1, len(sources) + 1):
+            if index == len(sources) or not self._belongs(index, sources):
+                yield first, index
+                first = index
+
+    def _belongs(self, index: int, sources: list[torch.Tensor]) -> bool:
+        one, other = self._chunks[index - 1], self._chunks[index]
+        small = max(one.end - one.start, other.end - other.start) < SMALL_BYTES
+        before, source = sources[index - 1], sources[index]
+        return small and one.end == other.start and source.is_cuda and before.is_cuda and source.device == before.device
+
+    def _clone(self, sources: list[torch.Tensor], indices: Sequence[int]) -> bool:
+        """Put clones in the place of some sources, in the order of the training's stream, where there is room."""
+        needed: dict[torch.device, int] = {}
+        for index in indices:
+            device = sources[index].device
+            needed[device] = needed.get(device, 0) + sources[index].nbytes
+        if any(room_on(device) < count for device, count in needed.items()):
+            if not self._said_no_room:
+                self._said_no_room = True
+                logger.info("no room for a clone on the device: the copy goes straight to host memory")
+            return False
+        clones = [torch.empty_like(sources[index]) for index in indices]
+        _copy_all(clones, [sources[index] for index in indices])
+        for index, clone in zip(indices, clones, strict=True):
+            sources[index] = clone
+        return True
+
+    def _stream(self, device: torch.device) -> Any:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
+
+    def _register(self, arena: Arena) -> None:
+        if self._registered:
+            return
+        code = torch.cuda.cudart().cudaHostRegister(arena.address, arena.size_bytes, _PORTABLE)
+        if int(code) == 0:
+            self._registered = True
+        else:
+            logger.warning("the arena could not be page-locked (CUDA error %d): copies will be slower", int(code))
+
+
+def room_on(device: torch.device) -> int:
+    """The bytes that a clone may take on a device: what is free even when the training is at its peak."""
+    free, _ = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+    return int(free + cached - _DEVICE_RESERVE_BYTES)
+
+
+def owned_addresses(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
+    """Where the tensors lie that only an optimizer's step changes: its parameters and its state."""
+    found: set[int] = set()
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            found.update(_local(parameter).data_ptr() for parameter in group["params"])
+        for state in optimizer.state.values():
+            found.update(_local(value).data_ptr() for value in _tensors(state))
+    return found
+
+
+def _tensors(state: Any) -> Iterator[torch.Tensor]:
+    for value in state.values() if isinstance(state, dict) else ():
+        if isinstance(value, torch.Tensor):
+            yield value
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _images(files: Sequence[FileLayout]) -> Iterator[Image]:
+    start = 0
+    for file in files:
+        frame = file.frame
+        places = tuple(
+            Place(chunk.leaf, begin, chunk.size_bytes, chunk.box.offsets, chunk.box.sizes)
+            for chunk, begin in zip(frame.chunks, frame.starts, strict=True)
+        )
+        yield Image(file.name, start, frame.size_bytes, len(frame.header), places)
+        start += _aligned(frame.size_bytes)
+
+
+_KNOWN_TO_COPY: dict[torch.dtype, bool] = {}
+
+
+def _copies(dtype: torch.dtype) -> bool:
+    """Whether torch can copy tensors of this type; some of the newest are only names for bytes so far."""
+    if dtype not in _KNOWN_TO_COPY:
+        try:
+            torch.empty(2, dtype=dtype).copy_(torch.empty(2, dtype=dtype))
+            _KNOWN_TO_COPY[dtype] = True
+        except (RuntimeError, NotImplementedError):
+            _KNOWN_TO_COPY[dtype] = False
+    return _KNOWN_TO_COPY[dtype]
+
+
+def _copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each into each; many small ones in one call, which a loop would spend most of its time between."""
+    if not targets:
+        return
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def _copy_now(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy in the order of the current stream, without waiting for it."""
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=True)
+
+
+class _Chunk(NamedTuple):
+    """A chunk's place in the arena, its type and its sizes."""
+
+    start: int
+    end: int
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+
+    def on(self, memory: torch.Tensor) -> torch.Tensor:
+        """These bytes as what `_copyable` makes of a tensor of this type."""
+        if not _copies(self.dtype):
+            return memory
+        if self.dtype.is_complex:
+            return memory.view(self.dtype.to_real()).view(*self.sizes, 2)
+        return memory.view(self.dtype).view(self.sizes)
+
+
+class _Tray:
+    """Memory on a device in which small chunks lie next to each other, as they will in the arena."""
+
+    def __init__(self, arena: Arena, chunks: Sequence[_Chunk], device: torch.device) -> None:
+        start, end = chunks[0].start, chunks[-1].end
+        self.device = device
+        self.memory = torch.empty(end - start, dtype=_BYTE, device=device)
+        self.target = torch.frombuffer(arena.memory[start:end], dtype=_BYTE)
+        self._views = [chunk.on(self.memory[chunk.start - start : chunk.end - start]) for chunk in chunks]
+
+    def take(self, sources: Sequence[torch.Tensor]) -> None:
+        """Gather them, in the order of the current stream. One kernel serves many tensors of one type."""
+        by_type: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for view, source in zip(self._views, sources, strict=True):
+            targets, found = by_type.setdefault(source.dtype, ([], []))
+            targets.append(view)
+            found.append(source)
+        for targets, found in by_type.values():
+            torch._foreach_copy_(targets, found)
+
+
+def _copyable(source: torch.Tensor) -> torch.Tensor:
+    if source.is_complex():
+        # A file aligns complex numbers to their halves, and torch's own copy ends the process over such an address.
+        return torch.view_as_real(source.resolve_conj()).resolve_neg()
+    return source if _copies(source.dtype) else source.contiguous().view(torch.uint8).reshape(-1)
+
+
+def _groups(ends: Sequence[int], size_bytes: int) -> Iterator[tuple[int, int]]:
+    """Ranges of chunks that are about that large together."""
+    first, limit = 0, size_bytes
+    for index, end in enumerate(ends):
+        if end >= limit:
+            yield first, index + 1
+            first, limit = index + 1, end + size_bytes
+    if first < len(ends):
+        yield first, len(ends)
+
+
+def _aligned(count: int) -> int:
+    return -(-count // PAGE_BYTES) * PAGE_BYTES

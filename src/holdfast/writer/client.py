@@ -1,0 +1,196 @@
+"""The trainer's end: start a writer, tell it what to write, hear how it went. Knows processes; knows no torch.
+
+A storage that another process can open by its URL is written by a process; any other, such as one of the testing kit,
+by a thread of this process, with the same code behind the same line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+from holdfast.arena import Arena
+from holdfast.errors import SaveFailedError
+from holdfast.records.images import Answer, Layout, Leave, NewArena, Order
+from holdfast.storage.base import Storage
+from holdfast.writer.line import Line
+
+__all__ = ["Writer", "start_writer"]
+
+_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from holdfast.writer.process import main; main()"
+_LEAVE_SECONDS = 5.0
+
+
+def start_writer(storage: Storage) -> Writer:
+    """A writer for that storage; it takes orders at once, though it may still be starting."""
+    ours, theirs = socket.socketpair()
+    if getattr(storage, "opens_by_url", False) and sys.executable:
+        process = _start_process(theirs)
+        theirs.close()
+        return Writer(ours, process, None)
+    thread = _start_thread(theirs, storage)
+    return Writer(ours, None, thread)
+
+
+def _start_process(theirs: socket.socket) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())],
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        # Whoever ends the training's group of processes must not end the writer with it.
+        start_new_session=True,
+    )
+
+
+def _start_thread(theirs: socket.socket, storage: Storage) -> threading.Thread:
+    from holdfast.writer.serve import serve
+
+    line = Line(theirs, Order)
+    thread = threading.Thread(
+        target=_run_quietly, args=(lambda: serve(line, lambda url: storage, lambda: False),), daemon=True
+    )
+    thread.name = "holdfast-writer"
+    thread.start()
+    return thread
+
+
+def _run_quietly(work: Callable[[], None]) -> None:
+    with contextlib.suppress(BaseException):
+        # Whatever it is was said over the line, or the line's end says it.
+        work()
+
+
+class Writer:
+    """One writer, as long as it lives."""
+
+    def __init__(
+        self, ours: socket.socket, process: subprocess.Popen[bytes] | None, thread: threading.Thread | None
+    ) -> None:
+        self._line = Line(ours, Answer)
+        self._process = process
+        self._thread = thread
+        self._owner = os.getpid()
+        self._arena: Arena | None = None
+        self._layout: Layout | None = None
+        _writers.add(self)
+
+    @property
+    def process_id(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    def tell(self, order: Order) -> None:
+        try:
+            self._line.send(order)
+        except OSError as error:
+            raise self._gone() from error
+
+    def use_arena(self, arena: Arena) -> None:
+        """Hand the arena over, once."""
+        if self._arena is not arena:
+            try:
+                self._line.send(NewArena(arena.size_bytes), arena.handle)
+            except OSError as error:
+                raise self._gone() from error
+            self._arena = arena
+
+    def use_layout(self, layout: Layout) -> None:
+        """Tell the layout, once."""
+        if self._layout is None or self._layout.number != layout.number:
+            self.tell(layout)
+            self._layout = layout
+
+    def hear(self, progress: Callable[[], int], stall_seconds: float) -> Answer:
+        """The next answer. A writer that is gone, or whose `progress` stands still for too long, is an error."""
+        watch = _Watch(progress, stall_seconds)
+        answer: Answer | None = self._line.receive(lambda: self.is_gone() or watch.stalled())
+        if answer is not None:
+            return answer
+        if watch.stalled() and not self.is_gone():
+            self.kill()
+            raise SaveFailedError(
+                f"the writer made no progress for {stall_seconds:g} s and was ended",
+                advice="look at the disk or the file server; raise timeout= if it is only slow",
+            )
+        raise self._gone()
+
+    def leave(self) -> None:
+        """Let it finish and go; a process that does not is killed."""
+        if self._owner != os.getpid():
+            return
+        with contextlib.suppress(OSError):
+            self._line.send(Leave())
+        self._line.close()
+        self._arena = None
+        if self._process is not None:
+            try:
+                self._process.wait(_LEAVE_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        if self._thread is not None:
+            self._thread.join(_LEAVE_SECONDS)
+
+    def kill(self) -> None:
+        if self._process is not None and self._owner == os.getpid():
+            self._process.kill()
+            self._process.wait()
+
+    def is_gone(self) -> bool:
+        if self._process is not None:
+            return self._process.poll() is not None
+        return self._thread is not None and not self._thread.is_alive()
+
+    def _gone(self) -> SaveFailedError:
+        how = "ended"
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(1.0)
+            code = self._process.returncode
+            if code is not None and code < 0:
+                how = f"was killed by {signal.Signals(-code).name}"
+            elif code is not None:
+                how = f"ended with status {code}"
+        return SaveFailedError(
+            f"the writer process {how} before the save was committed",
+            advice="every older checkpoint is untouched, and the next save starts a new writer",
+        )
+
+    def let_go_in_child(self) -> None:
+        """A forked child has no part in this: it must not hold the line open when the trainer is gone."""
+        self._line.close()
+
+
+class _Watch:
+    """Notices that a number has not moved for some time."""
+
+    def __init__(self, progress: Callable[[], int], stall_seconds: float) -> None:
+        self._progress = progress
+        self._stall_seconds = stall_seconds
+        self._last = progress()
+        self._since = time.monotonic()
+
+    def stalled(self) -> bool:
+        now = self._progress()
+        if now != self._last:
+            self._last, self._since = now, time.monotonic()
+        return time.monotonic() - self._since > self._stall_seconds
+
+
+_writers: weakref.WeakSet[Writer] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    for writer in list(_writers):
+        writer.let_go_in_child()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)

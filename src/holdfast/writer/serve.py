@@ -1,0 +1,256 @@
+"""What a writer does with its orders: write, wait for the word, commit. Runs in a process of its own or in a thread.
+
+If the trainer is gone after everything was staged, the writer goes on: a follower's part ends with its receipt, and the
+leader's writer looks for the receipts of all ranks and commits when they are there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from holdfast.arena import Arena
+from holdfast.catalog import Catalog
+from holdfast.errors import HoldfastError, KeyExistsError, SaveFailedError, StorageError, error_record
+from holdfast.records import layout
+from holdfast.records.images import (
+    Answer,
+    Commit,
+    Committed,
+    Discard,
+    Discarded,
+    Failed,
+    Image,
+    Job,
+    Layout,
+    Leave,
+    NewArena,
+    Order,
+    Written,
+)
+from holdfast.records.state import Receipt
+from holdfast.stages.commit import commit
+from holdfast.stages.drain import drain
+from holdfast.storage.base import Storage
+from holdfast.writer.line import Line
+
+logger = logging.getLogger("holdfast")
+
+__all__ = ["serve"]
+
+_MAX_RECEIPT_BYTES = 1 << 30
+_FIRST_LOOK_SECONDS = 0.05
+_LONGEST_LOOK_SECONDS = 2.0
+
+
+def serve(
+    line: Line,
+    open_storage: Callable[[str], Storage],
+    gone: Callable[[], bool],
+    identity: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Take orders until the trainer leaves or is gone. `identity` is laid down with each claim."""
+    _Writer(line, open_storage, gone, identity).run()
+
+
+class _Writer:
+    def __init__(
+        self,
+        line: Line,
+        open_storage: Callable[[str], Storage],
+        gone: Callable[[], bool],
+        identity: Mapping[str, Any],
+    ) -> None:
+        self._line = line
+        self._identity = identity
+        self._open_storage = open_storage
+        self._gone = gone
+        self._arena: Arena | None = None
+        self._layout: Layout | None = None
+        self._catalogs: dict[str, Catalog] = {}
+        self._job: Job | None = None
+        self._receipt = Receipt((), ())
+        self._created: list[str] = []
+
+    def run(self) -> None:
+        try:
+            while (order := self._line.receive(self._gone)) is not None and not isinstance(order, Leave):
+                self._obey(order)
+            if order is None and self._job is not None:
+                self._finish_alone(self._job)
+        finally:
+            self._let_go()
+            self._line.close()
+
+    def _obey(self, order: Order) -> None:
+        if isinstance(order, NewArena):
+            self._let_go()
+            self._arena = Arena(self._line.take_handle(), order.size_bytes)
+        elif isinstance(order, Layout):
+            self._layout = order
+        elif isinstance(order, Job):
+            self._job, self._created = order, []
+            self._answer(order, self._write)
+        elif isinstance(order, Commit) and self._job is None:
+            self._say(Failed(order.number, error_record(SaveFailedError("there is nothing to commit"))))
+        elif isinstance(order, Commit) and self._job is not None:
+            self._answer(self._job, self._commit)
+        elif isinstance(order, Discard):
+            if self._job is not None:
+                self._remove(self._job, self._created)
+                self._job = None
+            self._say(Discarded(order.number))
+
+    def _answer(self, job: Job, work: Callable[[Job], Answer]) -> None:
+        """Do it and say how it went. A trainer that is gone meanwhile does not hear it, and is noticed next."""
+        try:
+            answer = work(job)
+        except BaseException as error:
+            self._remove(job, self._created)
+            self._job = None
+            answer = Failed(job.number, error_record(error))
+            if not isinstance(error, Exception):
+                self._say(answer)
+                raise
+        self._say(answer)
+
+    def _say(self, answer: Answer) -> None:
+        with contextlib.suppress(OSError):
+            self._line.send(answer)
+
+    # The work
+
+    def _write(self, job: Job) -> Written:
+        started = time.monotonic()
+        catalog = self._catalog(job)
+        arena, images = self._staged_images(job)
+        if job.rank == 0:
+            catalog.open_run()
+            self._claim(job, catalog)
+            self._created.append(layout.ATTEMPT)
+        self._receipt = drain(
+            job.folder,
+            images,
+            job.plain,
+            arena,
+            catalog.storage,
+            check_source=lambda: self._check_source(job),
+            on_created=self._created.append,
+        )
+        if job.rank != 0:
+            self._put_receipt(job, catalog.storage)
+        size_bytes = sum(file.size_bytes for file in self._receipt.files)
+        return Written(job.number, size_bytes, time.monotonic() - started)
+
+    def _claim(self, job: Job, catalog: Catalog) -> None:
+        try:
+            catalog.claim_folder(job.folder, job.size, **self._identity)
+        except KeyExistsError:
+            raise SaveFailedError(
+                f"another process took the folder {job.folder} in between",
+                run=job.run,
+                advice="only one training may write to a run; the next save takes another name",
+            ) from None
+
+    def _staged_images(self, job: Job) -> tuple[Arena, tuple[Image, ...]]:
+        if self._arena is None or self._layout is None or self._layout.number != job.layout:
+            raise SaveFailedError("the writer was not told what to write")
+        return self._arena, self._layout.images
+
+    def _check_source(self, job: Job) -> None:
+        if self._gone() or (self._arena is not None and self._arena.abandoned):
+            raise SaveFailedError("the training ended before its state was staged", step=job.step)
+
+    def _put_receipt(self, job: Job, storage: Storage) -> None:
+        """The part is durable, and this says so to whoever survives."""
+        name = layout.receipt_file(job.rank)
+        storage.put(layout.key(job.folder, name), msgspec.json.encode(self._receipt) + b"\n")
+        self._created.append(name)
+        storage.sync(job.folder)
+
+    def _commit(self, job: Job) -> Committed:
+        started = time.monotonic()
+        catalog = self._catalog(job)
+        if job.facts is None or self._layout is None or self._layout.listing is None:
+            raise SaveFailedError("only the leader's writer commits")
+        receipts = [self._receipt, *self._receipts(job, catalog.storage)]
+        checkpoint = commit(job.facts, self._layout.listing, receipts, catalog)
+        catalog.point_latest(job.folder)
+        self._job = None
+        self._remove(job, [layout.receipt_file(rank) for rank in range(1, job.size)])
+        return Committed(job.number, checkpoint.digest, checkpoint.size_bytes, time.monotonic() - started)
+
+    def _receipts(self, job: Job, storage: Storage) -> list[Receipt]:
+        """The receipts of the other ranks, once all are there."""
+        wanted = {layout.receipt_file(rank) for rank in range(1, job.size)}
+        deadline = time.monotonic() + job.timeout_seconds
+        pause = _FIRST_LOOK_SECONDS
+        while wanted:
+            # The folder is listed, and no name is looked up that may not be there yet: network file systems remember
+            # for a long time that a name was not there.
+            missing = wanted - {entry.name for entry in storage.entries(job.folder)}
+            if not missing:
+                break
+            if time.monotonic() >= deadline:
+                raise SaveFailedError(f"of {job.size} ranks' parts these are missing: {', '.join(sorted(missing)[:8])}")
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_LOOK_SECONDS)
+        receipts = [
+            msgspec.json.decode(storage.read(layout.key(job.folder, name), _MAX_RECEIPT_BYTES), type=Receipt)
+            for name in sorted(wanted)
+        ]
+        _require_files(receipts, job, storage)
+        return receipts
+
+    def _finish_alone(self, job: Job) -> None:
+        """The trainer is gone. Its part is durable; the leader's writer commits when all others' are."""
+        if job.rank != 0:
+            return
+        try:
+            self._commit(job)
+        except HoldfastError as error:
+            logger.error("step %d was staged, and could not be committed after the training ended: %s", job.step, error)
+            self._remove(job, self._created)
+        else:
+            logger.warning("step %d was committed after the training had ended", job.step)
+
+    # Clearing up
+
+    def _remove(self, job: Job, names: list[str]) -> None:
+        """Give back the room. What stays is debris that nothing refers to."""
+        storage = self._catalog(job).storage
+        # The newest first: a receipt must not outlive what it speaks of.
+        for name in reversed(names):
+            try:
+                storage.delete(layout.key(job.folder, name))
+            except StorageError as error:
+                logger.debug("could not remove %s of an attempt: %s", name, error)
+
+    def _catalog(self, job: Job) -> Catalog:
+        if job.run not in self._catalogs:
+            self._catalogs[job.run] = Catalog(self._open_storage(job.run))
+        return self._catalogs[job.run]
+
+    def _let_go(self) -> None:
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            arena.close()
+
+
+def _require_files(receipts: list[Receipt], job: Job, storage: Storage) -> None:
+    """What a receipt names must be in this storage: a rank may have written to a disk of its own."""
+    sizes = {entry.name: entry.size_bytes for entry in storage.entries(job.folder)}
+    for receipt in receipts:
+        for file in receipt.files:
+            if "/" not in file.name and sizes.get(file.name) != file.size_bytes:
+                raise SaveFailedError(
+                    f"{file.name} is not there as its rank wrote it",
+                    run=job.run,
+                    advice="give all ranks the same run, on storage that all of them share",
+                )
