@@ -21,7 +21,7 @@ from holdfast.arena import Arena
 from holdfast.errors import HoldfastError, RankError, SaveFailedError, error_from_record
 from holdfast.ranks import Ranks
 from holdfast.records.events import Event, EventKind
-from holdfast.records.images import Answer, Commit, Committed, Discard, Failed, Written
+from holdfast.records.images import Answer, Commit, Committed, Discard, Discarded, Failed, Written
 from holdfast.writer.client import Writer
 
 __all__ = ["Behind", "PendingSave", "Saved", "as_save_error"]
@@ -221,7 +221,7 @@ class Behind:
         return self._saved
 
     def _hear(self) -> Answer:
-        answer = self._writer().hear(self._progress, self._timeout_seconds)
+        answer = self._writer().hear(self._handed.number, self._progress, self._timeout_seconds)
         if isinstance(answer, Failed):
             raise error_from_record(answer.error)
         return answer
@@ -248,7 +248,8 @@ class Behind:
             return
         with contextlib.suppress(HoldfastError):
             self._handed.writer.tell(Discard(self._handed.number))
-            self._handed.writer.hear(lambda: 0, _GIVE_UP_SECONDS)
+            while not isinstance(self._handed.writer.hear(self._handed.number, lambda: 0, _GIVE_UP_SECONDS), Discarded):
+                pass
 
 
 def _is_silence(error: HoldfastError) -> bool:

@@ -339,10 +339,13 @@ class Catalog:
                 advice="give all ranks the same run, on storage that all of them share",
             )
 
-    def add(self, manifest: Manifest) -> Checkpoint:
-        """Commit: after this the checkpoint exists. Every other byte of it must be durable before."""
+    def add(self, manifest: Manifest, *, same_tensors: bool = False) -> Checkpoint:
+        """Commit: after this the checkpoint exists. Every other byte of it must be durable before.
+
+        `same_tensors`: but for their digests they are those of a manifest that this catalog has committed.
+        """
         # The way back is checked before the commit: a manifest that no reader would take must not become a checkpoint.
-        check_manifest(manifest)
+        check_manifest(manifest, tensors=not same_tensors)
         data, digest = encode_manifest(manifest)
         self.storage.put(layout.key(manifest.folder, layout.MANIFEST), data)
         # Without it a power cut can keep the manifest's bytes and lose its name, after we said that it is committed.

@@ -50,9 +50,8 @@ from holdfast.writer.client import Writer, start_writer
 
 logger = logging.getLogger("holdfast")
 
-_ROOM_FOR_RECORDS_BYTES = 1 << 20
-_ROOM_FOR_HEADERS_BYTES = 16 << 20
 _PARTING_SECONDS = 5.0
+_LONGEST_SECONDS = 1e9
 _LOOK_SECONDS = 0.1
 _REMEMBERED_EVENTS = 256
 
@@ -368,6 +367,7 @@ class Saver:
         mine, memory = self._plan_of(work), work.captured.memory
         mode = self._mode_for(memory)
         plain = self._plain_files(work, mine.duty)
+        self._part_with_dead_writer()
         arena, images = self._stager.arrange(mine.files, plain)
         writer = self._writer_for(arena, Layout(mine.number, images, self._listing()))
         arena.begin()
@@ -400,17 +400,21 @@ class Saver:
             size=ranks.size,
             plain=plain,
             facts=facts,
-            timeout_seconds=self._timeout_seconds,
+            timeout_seconds=min(self._timeout_seconds, _LONGEST_SECONDS),
         )
 
     def _listing(self) -> Listing | None:
         return self._leader.listing if self._ranks.rank == 0 else None
 
-    def _writer_for(self, arena: Arena, told: Layout) -> Writer:
-        """A writer that lives and knows the arena and the layout."""
+    def _part_with_dead_writer(self) -> None:
         if self._writer is not None and self._writer.is_gone():
             self._writer.leave()
             self._writer = None
+            # One that was given up, and could not be ended, may still read the arena.
+            self._stager.close()
+
+    def _writer_for(self, arena: Arena, told: Layout) -> Writer:
+        """A writer that lives and knows the arena and the layout."""
         if self._writer is None:
             self._writer = start_writer(self._catalog.storage)
         self._writer.use_arena(arena)
@@ -430,7 +434,9 @@ class Saver:
         """The next step of each optimizer waits, on the device, for the copy of what it changes."""
         for optimizer in optimizers:
             if id(optimizer) not in self._hooks:
-                self._hooks[id(optimizer)] = optimizer.register_step_pre_hook(partial(_before_step, self._stager))
+                self._hooks[id(optimizer)] = optimizer.register_step_pre_hook(
+                    partial(_before_step, weakref.ref(self._stager))
+                )
 
     # What both have in common
 
@@ -526,8 +532,11 @@ def _optimizers(components: Mapping[str, Any]) -> list[torch.optim.Optimizer]:
     return [component for component in inner if isinstance(component, torch.optim.Optimizer)]
 
 
-def _before_step(stager: Stager, *_: Any) -> None:
-    stager.before_update()
+def _before_step(stager: weakref.ref[Stager], *_: Any) -> None:
+    """A hook outlives a saver that was never closed, and must not keep its arena."""
+    found = stager()
+    if found is not None:
+        found.before_update()
 
 
 def _raise(error: BaseException) -> tuple[SaveRequest, Capture]:

@@ -14,8 +14,11 @@ from holdfast.records.manifest import BLOCK_BYTES, ChunkRecord, Manifest
 from holdfast.records.state import Receipt
 
 
-def commit(facts: Facts, listing: Listing, receipts: Sequence[Receipt], catalog: Catalog) -> Checkpoint:
-    """Write the manifest, last. What the receipts do not fully cover is not committed."""
+def commit(
+    facts: Facts, listing: Listing, receipts: Sequence[Receipt], catalog: Catalog, *, same_tensors: bool = False
+) -> Checkpoint:
+    """Write the manifest, last. What the receipts do not fully cover is not committed. `same_tensors`: a manifest with
+    this listing and these chunks, but for their digests, was committed before."""
     chunks: dict[str, list[ChunkRecord]] = {leaf.name: [] for leaf in listing.leaves}
     for receipt in receipts:
         for leaf, chunk in receipt.chunks:
@@ -44,4 +47,4 @@ def commit(facts: Facts, listing: Listing, receipts: Sequence[Receipt], catalog:
         tags=facts.tags,
         versions=facts.versions,
     )
-    return catalog.add(manifest)
+    return catalog.add(manifest, same_tensors=same_tensors)

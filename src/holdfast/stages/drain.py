@@ -20,6 +20,7 @@ from holdfast.storage.base import Sink, Storage
 
 PIECE_BYTES = 8 << 20
 _PAUSE_SECONDS = 0.0005
+_PATIENT_BYTES = 256 << 20
 
 
 def drain(
@@ -103,6 +104,9 @@ class _Digesting:
 
     def _run(self) -> None:
         try:
+            if self._images and self._images[-1].end > _PATIENT_BYTES:
+                # A digest takes a processor, of which the trainer's copy can use all; the disk is slower than either.
+                self._wait_until_staged(self._images[-1].end)
             for image in self._images:
                 self._digest(image)
         except BaseException as error:
@@ -111,6 +115,8 @@ class _Digesting:
     def _digest(self, image: Image) -> None:
         digests: list[str] = []
         for chunk in image.chunks:
+            if self._stopped:
+                return
             own = self._digest_chunk(image, chunk)
             digests += own
             record = ChunkRecord(
@@ -134,9 +140,11 @@ class _Digesting:
         digests = []
         for start in range(first, end, BLOCK_BYTES):
             stop = min(start + BLOCK_BYTES, end)
-            while self._arena.staged < stop:
-                if self._stopped:
-                    return []
-                time.sleep(_PAUSE_SECONDS)
+            if self._arena.staged < stop:
+                self._wait_until_staged(stop)
             digests.append(blake3(memory[start:stop]).hexdigest())
         return digests
+
+    def _wait_until_staged(self, position: int) -> None:
+        while self._arena.staged < position and not self._stopped:
+            time.sleep(_PAUSE_SECONDS)

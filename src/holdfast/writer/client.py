@@ -28,11 +28,14 @@ __all__ = ["Writer", "start_writer"]
 
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from holdfast.writer.process import main; main()"
 _LEAVE_SECONDS = 5.0
+# Orders are small, and a writer between two saves does nothing but wait for them.
+_SEND_SECONDS = 60.0
 
 
 def start_writer(storage: Storage) -> Writer:
     """A writer for that storage; it takes orders at once, though it may still be starting."""
     ours, theirs = socket.socketpair()
+    ours.settimeout(_SEND_SECONDS)
     if getattr(storage, "opens_by_url", False) and sys.executable:
         process = _start_process(theirs)
         theirs.close()
@@ -80,6 +83,7 @@ class Writer:
         self._process = process
         self._thread = thread
         self._owner = os.getpid()
+        self._given_up = False
         self._arena: Arena | None = None
         self._layout: Layout | None = None
         _writers.add(self)
@@ -88,19 +92,19 @@ class Writer:
     def process_id(self) -> int | None:
         return self._process.pid if self._process is not None else None
 
-    def tell(self, order: Order) -> None:
+    def tell(self, order: Order, handle: int | None = None) -> None:
         try:
-            self._line.send(order)
+            self._line.send(order, handle)
+        except TimeoutError as error:
+            self.kill()
+            raise SaveFailedError("the writer took no orders any more and was ended") from error
         except OSError as error:
             raise self._gone() from error
 
     def use_arena(self, arena: Arena) -> None:
         """Hand the arena over, once."""
         if self._arena is not arena:
-            try:
-                self._line.send(NewArena(arena.size_bytes), arena.handle)
-            except OSError as error:
-                raise self._gone() from error
+            self.tell(NewArena(arena.size_bytes), arena.handle)
             self._arena = arena
 
     def use_layout(self, layout: Layout) -> None:
@@ -109,13 +113,17 @@ class Writer:
             self.tell(layout)
             self._layout = layout
 
-    def hear(self, progress: Callable[[], int], stall_seconds: float) -> Answer:
-        """The next answer. A writer that is gone, or whose `progress` stands still for too long, is an error."""
+    def hear(self, number: int, progress: Callable[[], int], stall_seconds: float) -> Answer:
+        """The next answer about a save. A writer that is gone, or whose `progress` stands still for too long, is an
+        error."""
         watch = _Watch(progress, stall_seconds)
-        answer: Answer | None = self._line.receive(lambda: self.is_gone() or watch.stalled())
-        if answer is not None:
-            return answer
-        if watch.stalled() and not self.is_gone():
+        while True:
+            answer: Answer | None = self._line.receive(lambda: self.is_gone() or watch.stalled())
+            if answer is None:
+                break
+            if answer.number == number:
+                return answer
+        if not self.is_gone():
             self.kill()
             raise SaveFailedError(
                 f"the writer made no progress for {stall_seconds:g} s and was ended",
@@ -136,15 +144,19 @@ class Writer:
                 self._process.wait(_LEAVE_SECONDS)
             except subprocess.TimeoutExpired:
                 self.kill()
-        if self._thread is not None:
+        if self._thread is not None and not self._given_up:
             self._thread.join(_LEAVE_SECONDS)
 
     def kill(self) -> None:
+        """End it. A thread cannot be ended; it is left alone, with an arena that is not used any more."""
+        self._given_up = True
         if self._process is not None and self._owner == os.getpid():
             self._process.kill()
             self._process.wait()
 
     def is_gone(self) -> bool:
+        if self._given_up:
+            return True
         if self._process is not None:
             return self._process.poll() is not None
         return self._thread is not None and not self._thread.is_alive()
