@@ -89,6 +89,8 @@ class PendingSave:
         self._end()
 
     def fail(self, error: HoldfastError) -> None:
+        if self._done.is_set():
+            return
         self.error = error
         self._end()
         self.tell("failed", error=str(error))

@@ -61,7 +61,7 @@ class Leader:
         self._staging_limit_bytes = staging_limit_bytes
         self._number = 0
         self._structures: list[str] = []
-        self._pattern: list[Any] = []
+        self._pattern: list[int] = []
         self._briefs: Sequence[Brief] = ()
         self._frozen: list[FrozenEntry] = []
         self._plan = GlobalPlan((), (), (), ())
@@ -206,11 +206,7 @@ class Leader:
         return folder
 
 
-def _pattern(briefs: Sequence[Brief]) -> list[Any]:
-    """Which ranks have the same values of a tree: all that a plan takes from their digests."""
-    width = max((len(brief.digests) for brief in briefs), default=0)
-    patterns = []
-    for index in range(width):
-        column = [brief.digests[index] if index < len(brief.digests) else None for brief in briefs]
-        patterns.append(tuple(map(column.index, column)))
-    return patterns
+def _pattern(briefs: Sequence[Brief]) -> list[int]:
+    """Which ranks have the same values of which trees: all that a plan takes from their digests."""
+    classes: dict[str, int] = {}
+    return [classes.setdefault(digest, len(classes)) for brief in briefs for digest in brief.digests]

@@ -45,7 +45,7 @@ from holdfast.stages.capture import Capture, Capturer
 from holdfast.stages.commit import commit
 from holdfast.stages.stage import FileLayout, asset_files, lay_out, stage, values_file
 from holdfast.stages.write import write
-from holdfast.staging import ChosenMode, Mode, Stager, owned_addresses, room_on
+from holdfast.staging import ChosenMode, Mode, Stager, owned_addresses, room_for_clone
 from holdfast.writer.client import Writer, start_writer
 
 logger = logging.getLogger("holdfast")
@@ -305,7 +305,7 @@ class Saver:
         pending.tell("written")
         with pending.phase("commit"):
             saved = on_leader(self._ranks, "commit", lambda: self._commit(work, receipts), returns=Saved)
-        self._note_commit(work, pending, saved)
+        self._note_commit(pending, saved)
         pending.succeed(saved)
 
     def _write_together(self, work: _Work, receipts: list[Receipt]) -> None:
@@ -357,7 +357,8 @@ class Saver:
             self._behind,
             failure=failure,
             timeout_seconds=self._timeout_seconds,
-            on_end=lambda saved: self._note_end(work, pending, saved),
+            # The request and the capture are not kept: they hold the training's own tensors.
+            on_end=partial(self._note_end, pending),
         ).start()
         if failure is not None and (self._ranks.size == 1 or not isinstance(failure, Exception)):
             pending.wait()
@@ -408,10 +409,10 @@ class Saver:
 
     def _part_with_dead_writer(self) -> None:
         if self._writer is not None and self._writer.is_gone():
+            if self._writer.may_still_read:
+                self._stager.close()
             self._writer.leave()
             self._writer = None
-            # One that was given up, and could not be ended, may still read the arena.
-            self._stager.close()
 
     def _writer_for(self, arena: Arena, told: Layout) -> Writer:
         """A writer that lives and knows the arena and the layout."""
@@ -453,20 +454,20 @@ class Saver:
         files = [values_file(name, trees) for name, trees in mine.items()]
         return files + asset_files(work.request.assets) if rank == 0 else files
 
-    def _note_end(self, work: _Work, pending: PendingSave, saved: Saved | None) -> None:
+    def _note_end(self, pending: PendingSave, saved: Saved | None) -> None:
         if saved is not None:
-            self._note_commit(work, pending, saved)
+            self._note_commit(pending, saved)
         else:
             self._leader.forget()
 
-    def _note_commit(self, work: _Work, pending: PendingSave, saved: Saved) -> None:
+    def _note_commit(self, pending: PendingSave, saved: Saved) -> None:
         self.head = saved.digest
-        self._leader.note_commit(work.request.step, saved)
+        self._leader.note_commit(pending.step, saved)
         path = f"{self._catalog.storage.url}/{saved.folder}"
         if self._ranks.rank == 0:
             logger.info(
                 "committed step %d: %.1f MiB in %.2f s to %s",
-                work.request.step,
+                pending.step,
                 saved.size_bytes / 2**20,
                 time.monotonic() - pending.started,
                 path,
@@ -522,7 +523,7 @@ def _best_mode(memory: Sequence[torch.Tensor]) -> tuple[Mode, str]:
     if not devices:
         return "async", "the state is in host memory"
     # Twice the room: what the training takes at its peak is only known as far as it has come.
-    if all(room_on(device) > 2 * count for device, count in devices.items()):
+    if all(room_for_clone(device) > 2 * count for device, count in devices.items()):
         return "async_device", "the devices have room for a clone of the state"
     return "async_pinned", "the devices have no room for a clone of the state"
 

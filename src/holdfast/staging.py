@@ -289,7 +289,7 @@ class Stager:
         for index in indices:
             device = sources[index].device
             needed[device] = needed.get(device, 0) + sources[index].nbytes
-        if any(room_on(device) < count for device, count in needed.items()):
+        if any(room_for_clone(device) < count for device, count in needed.items()):
             if not self._said_no_room:
                 self._said_no_room = True
                 logger.info("no room for a clone on the device: the copy goes straight to host memory")
@@ -315,7 +315,7 @@ class Stager:
             logger.warning("the arena could not be page-locked (CUDA error %d): copies will be slower", int(code))
 
 
-def room_on(device: torch.device) -> int:
+def room_for_clone(device: torch.device) -> int:
     """The bytes that a clone may take on a device: what is free even when the training is at its peak."""
     free, _ = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)

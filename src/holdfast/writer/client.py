@@ -92,6 +92,11 @@ class Writer:
     def process_id(self) -> int | None:
         return self._process.pid if self._process is not None else None
 
+    @property
+    def may_still_read(self) -> bool:
+        """Whether it was given up and could not be ended, so that the arena is not free."""
+        return self._given_up and self._thread is not None
+
     def tell(self, order: Order, handle: int | None = None) -> None:
         try:
             self._line.send(order, handle)
