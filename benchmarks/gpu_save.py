@@ -52,7 +52,8 @@ class GpuTraining:
         with hold():
             self.optimizer.step()
         self.optimizer.zero_grad()
-        torch.cuda.synchronize()
+        # The training's own stream, as reading the loss would: a copy that a save makes beside it is not waited for.
+        torch.cuda.current_stream().synchronize()
 
     def micro_batch(self) -> None:
         with torch.autocast("cuda", torch.bfloat16):

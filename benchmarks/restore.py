@@ -34,7 +34,7 @@ def raw_read(path: Path, target: torch.Tensor) -> None:
 
 
 def warm(folder: Path) -> None:
-    """Bring every file into the page cache: what was written past it is not there, and a restore would not change that."""
+    """Bring every file into the page cache: what was written past it is not there, nor is what was read past it."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:

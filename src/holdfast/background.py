@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import msgspec
 
 from holdfast.arena import Arena
-from holdfast.errors import HoldfastError, RankError, SaveFailedError, error_from_record
+from holdfast.errors import HoldfastError, RankError, SaveFailedError, error_from_record, error_record
 from holdfast.ranks import Ranks
 from holdfast.records.events import Event, EventKind
 from holdfast.records.images import Answer, Commit, Committed, Discard, Discarded, Failed, Written
@@ -27,15 +28,18 @@ from holdfast.writer.client import Writer
 __all__ = ["Behind", "PendingSave", "Saved", "as_save_error"]
 
 _GIVE_UP_SECONDS = 60.0
+_PULSE_SECONDS = 0.5
 
 
 class Saved(msgspec.Struct, frozen=True, array_like=True):
-    """Where the checkpoint is. `skipped` when the step was committed already and nothing was written."""
+    """Where the checkpoint is. `skipped` when the step was committed already and nothing was written. `error` when the
+    commit itself failed: it may have been done or not, so no rank may remove anything."""
 
     folder: str
     digest: str
     skipped: bool = False
     size_bytes: int = 0
+    error: dict[str, Any] | None = None
 
 
 class PendingSave:
@@ -159,6 +163,8 @@ class Behind:
         self._failure = failure
         self._timeout_seconds = timeout_seconds
         self._on_end = on_end
+        self._told = -1
+        self._next_pulse = 0.0
         self._wrote = False
         self._saved: Saved | None = None
 
@@ -170,6 +176,8 @@ class Behind:
         pending = self._pending
         try:
             saved = self._agree()
+            if saved.error is not None:
+                raise error_from_record(saved.error)
         except BaseException as error:
             self._on_end(None)
             pending.fail(as_save_error(error, pending.step))
@@ -201,7 +209,11 @@ class Behind:
             self._stop_writer()
             raise self._failure
         with pending.phase("copy"):
-            self._handed.finish_staging()
+            try:
+                self._handed.finish_staging()
+            except BaseException:
+                self._stop_writer()
+                raise
         if not pending.staged():
             pending.mark_staged()
         with pending.phase("write"):
@@ -215,22 +227,39 @@ class Behind:
     def _commit(self, sizes: list[int]) -> Saved:
         """The leader's part: its writer has all that a commit needs."""
         with self._pending.phase("commit"):
-            self._writer().tell(Commit(self._handed.number))
-            answer = self._hear()
+            try:
+                self._writer().tell(Commit(self._handed.number))
+                answer = self._listen()
+            except HoldfastError as error:
+                # The writer is gone, and nobody knows how far it came.
+                return Saved(self._pending.folder, "", error=error_record(error))
+        if isinstance(answer, Failed) and answer.sealed:
+            return Saved(self._pending.folder, "", error=answer.error)
+        if isinstance(answer, Failed):
+            raise error_from_record(answer.error)
         if not isinstance(answer, Committed):
             raise SaveFailedError(f"the writer answered {type(answer).__name__}")
         self._saved = Saved(self._pending.folder, answer.digest, size_bytes=answer.size_bytes)
         return self._saved
 
     def _hear(self) -> Answer:
-        answer = self._writer().hear(self._handed.number, self._progress, self._timeout_seconds)
+        answer = self._listen()
         if isinstance(answer, Failed):
             raise error_from_record(answer.error)
         return answer
 
+    def _listen(self) -> Answer:
+        return self._writer().hear(self._handed.number, self._progress, self._timeout_seconds)
+
     def _progress(self) -> int:
+        """How far the writer is. The other ranks hear of it now and then, so that they do not take slow for dead."""
         arena = self._handed.arena
-        return arena.written + arena.staged if arena is not None else 0
+        done = arena.written + arena.staged if arena is not None else 0
+        if done != self._told and time.monotonic() > self._next_pulse:
+            self._told, self._next_pulse = done, time.monotonic() + _PULSE_SECONDS
+            with contextlib.suppress(Exception):
+                self._ranks.pulse()
+        return done
 
     def _writer(self) -> Writer:
         if self._handed.writer is None:

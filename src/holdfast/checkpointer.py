@@ -20,7 +20,7 @@ from holdfast.records.codec import encode
 from holdfast.records.events import Event
 from holdfast.records.layout import check_component_name, check_step
 from holdfast.records.selector import check_tag
-from holdfast.requests import check_callable, check_limit, check_timeout, encoded, encoded_metrics, one_of
+from holdfast.requests import agree_on_run, check_callable, check_limit, check_timeout, encoded, encoded_metrics, one_of
 from holdfast.saving import Saver
 from holdfast.stages.resolve import Location
 from holdfast.staging import ChosenMode
@@ -56,14 +56,20 @@ class AsyncCheckpointer:
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
         check_timeout(timeout)
-        one_of("mode", mode, get_args(ChosenMode))
-        check_limit(staging_limit_bytes)
-        check_callable("on_event", on_event)
-        self._catalog = Catalog(storage if storage is not None else open_storage(run))
+        ranks = torch_ranks(process_group, timeout_seconds=timeout)
         self._closed = False
+
+        def introduce() -> tuple[str, str, list[str]]:
+            one_of("mode", mode, get_args(ChosenMode))
+            check_limit(staging_limit_bytes)
+            check_callable("on_event", on_event)
+            self._catalog = Catalog(storage if storage is not None else open_storage(run))
+            return self._catalog.storage.url, mode, ["state"]
+
+        ranks.decide("open", introduce, agree_on_run, sends=tuple[str, str, list[str]], returns=None)
         self._saver = Saver(
             self._catalog,
-            torch_ranks(process_group, timeout_seconds=timeout),
+            ranks,
             mode=mode,
             staging_limit_bytes=staging_limit_bytes,
             timeout_seconds=timeout,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import logging
 import platform
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,7 +150,7 @@ class Leader:
             self._catalog.open_run()
             folder, claim = self._catalog.claim(request.step, self._size)
         else:
-            folder, claim = self._name(request.step), ""
+            folder, claim = self._name(request.step), uuid.uuid4().hex
         return SavePlan(folder, self._number, duties, claim=claim, streamed=streamed)
 
     def _name(self, step: int) -> str:

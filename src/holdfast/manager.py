@@ -26,7 +26,16 @@ from holdfast.records.events import Event
 from holdfast.records.layout import check_component_name, check_step
 from holdfast.records.selector import Selector, check_tag, parse_selector
 from holdfast.records.strategy import LoadStrategy
-from holdfast.requests import check_callable, check_limit, check_timeout, encoded, encoded_metrics, one_of
+from holdfast.requests import (
+    agree_on,
+    agree_on_run,
+    check_callable,
+    check_limit,
+    check_timeout,
+    encoded,
+    encoded_metrics,
+    one_of,
+)
 from holdfast.saving import Saver
 from holdfast.stages.resolve import Location, locate
 from holdfast.staging import ChosenMode
@@ -134,7 +143,7 @@ class CheckpointManager:
             return self._catalog.storage.url, mode, sorted(self._components)
 
         # Construction agrees once, so that what is wrong on one rank is known to all here and not at the first save.
-        self._ranks.decide("open", introduce, _agree_on_run, sends=tuple[str, str, list[str]], returns=None)
+        self._ranks.decide("open", introduce, agree_on_run, sends=tuple[str, str, list[str]], returns=None)
         self._saver = Saver(
             self._catalog,
             self._ranks,
@@ -340,7 +349,7 @@ class CheckpointManager:
             done.append(work())
             return same
 
-        self._ranks.decide(label, mine, partial(_agree_on, label), sends=str, returns=None)
+        self._ranks.decide(label, mine, partial(agree_on, label), sends=str, returns=None)
         return done[0]
 
     def _check_new(self, name: str, component: Any) -> str:
@@ -393,12 +402,6 @@ class CheckpointManager:
             raise ClosedError("the manager was closed", run=self._catalog.storage.url, advice="build a new one")
 
 
-def _agree_on(label: str, words: list[str]) -> None:
-    for rank, word in enumerate(words):
-        if word != words[0]:
-            raise UsageError(f"the ranks disagree in {label}: {words[0]} on rank 0 and {word} on rank {rank}")
-
-
 def _checked_strategy(strategy: object) -> LoadStrategy:
     if not isinstance(strategy, LoadStrategy):
         raise UsageError(f"strategy={strategy!r:.100}", advice="give a holdfast.LoadStrategy")
@@ -408,21 +411,6 @@ def _checked_strategy(strategy: object) -> LoadStrategy:
 def _check_stage(stage: object) -> None:
     if stage is not None and (isinstance(stage, bool) or not isinstance(stage, int) or stage < 0):
         raise UsageError(f"pipeline_stage={stage!r}", advice="give the stage's number, from 0 on")
-
-
-def _agree_on_run(words: list[tuple[str, str, list[str]]]) -> None:
-    # Pipeline ranks may hold different components. What a name stands for may not differ, and the plan checks that.
-    if not all(names for _, _, names in words):
-        raise UsageError("some ranks have no component at all")
-    # Ranks that write to different folders would commit a checkpoint of which a part lies elsewhere.
-    run = words[0][0]
-    _agree_on("mode", [mode for _, mode, _ in words])
-    for rank, (other, _, _) in enumerate(words):
-        if other != run:
-            raise UsageError(
-                f"the ranks have different runs: {run} on rank 0 and {other} on rank {rank}",
-                advice="give every rank the same run, and build managers in the same order on every rank",
-            )
 
 
 def _checked_components(state: Mapping[str, Any], rng: bool) -> dict[str, Any]:

@@ -56,6 +56,9 @@ class Ranks(Protocol):
     def branch(self, name: str) -> Ranks:
         """The same ranks for a second thread, whose agreements do not mix with those of the first."""
 
+    def pulse(self) -> None:
+        """Say, in the middle of one's part of a decision, that it goes on: whoever waits waits for longer then."""
+
     def part(self, seconds: float) -> None:
         """The last call: the leader stays, for so long at most, until all others have heard what it said."""
 
@@ -94,6 +97,9 @@ class Alone:
 
     def branch(self, name: str) -> Alone:
         return self
+
+    def pulse(self) -> None:
+        pass
 
     def part(self, seconds: float) -> None:
         pass
@@ -136,6 +142,8 @@ class StoreRanks:
         self._timeout_seconds = timeout_seconds
         self._round = 0
         self._leftover: list[str] = []
+        self._pulses = 0
+        self._pulses_seen: dict[int, bytes] = {}
         self.rank = rank
         self.size = size
 
@@ -175,6 +183,10 @@ class StoreRanks:
             timeout_seconds=self._timeout_seconds,
         )
 
+    def pulse(self) -> None:
+        self._pulses += 1
+        self._store.set(self._pulse_key(self.rank), str(self._pulses).encode())
+
     def part(self, seconds: float) -> None:
         # The store may end with the leader's process, and a word that nobody fetched would be lost with it.
         if self.rank != 0:
@@ -207,6 +219,7 @@ class StoreRanks:
             if_failed()
         self._leftover += self._publish(self._choice_key(), choice)
         self._leftover += [self._answer_key(rank) for rank in range(1, self.size)]
+        self._leftover += [self._pulse_key(rank) for rank in range(self.size)]
         return choice, cause
 
     def _collect(self, label: str, own: _Word) -> tuple[list[_Word], dict[str, Any] | None]:
@@ -226,7 +239,9 @@ class StoreRanks:
                 return [words[rank] for rank in sorted(words)], failure
             if time.monotonic() > deadline:
                 silent = [rank for rank in range(self.size) if rank not in words]
-                return [], error_record(self._nobody(label, silent))
+                if not self._all_alive(silent):
+                    return [], error_record(self._nobody(label, silent))
+                deadline = time.monotonic() + self._timeout_seconds
             self._store.pause(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
 
@@ -238,9 +253,21 @@ class StoreRanks:
             if word is not None:
                 return word
             if time.monotonic() > deadline:
-                raise self._nobody(label, [0])
+                if not self._all_alive([0]):
+                    raise self._nobody(label, [0])
+                deadline = time.monotonic() + self._timeout_seconds + _GRACE_SECONDS
             self._store.pause(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
+
+    def _all_alive(self, ranks: list[int]) -> bool:
+        """Whether each of them has given a sign since this was asked last."""
+        alive = True
+        for rank in ranks:
+            pulse = self._store.get(self._pulse_key(rank))
+            alive = alive and pulse is not None and pulse != self._pulses_seen.get(rank)
+            if pulse is not None:
+                self._pulses_seen[rank] = pulse
+        return alive
 
     def _nobody(self, label: str, silent: list[int]) -> RankError:
         names = ", ".join(str(rank) for rank in silent[:8]) + (", ..." if len(silent) > 8 else "")
@@ -256,6 +283,9 @@ class StoreRanks:
 
     def _choice_key(self) -> str:
         return f"{self._name}/{self._round}/choice"
+
+    def _pulse_key(self, rank: int) -> str:
+        return f"{self._name}/{self._round}/pulse/{rank}"
 
     def _publish(self, key: str, word: _Word) -> list[str]:
         """Say it, and give the keys that it took."""

@@ -12,7 +12,16 @@ import torch
 from holdfast.errors import UsageError
 from holdfast.records.codec import Json, encode
 
-__all__ = ["check_callable", "check_limit", "check_timeout", "encoded", "encoded_metrics", "one_of"]
+__all__ = [
+    "agree_on",
+    "agree_on_run",
+    "check_callable",
+    "check_limit",
+    "check_timeout",
+    "encoded",
+    "encoded_metrics",
+    "one_of",
+]
 
 
 def check_timeout(timeout: object) -> None:
@@ -62,3 +71,24 @@ def _number(value: Any) -> Any:
 def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise UsageError(f"{name}={value!r}", advice=f"use one of {', '.join(map(repr, allowed))}")
+
+
+def agree_on(label: str, words: list[str]) -> None:
+    for rank, word in enumerate(words):
+        if word != words[0]:
+            raise UsageError(f"the ranks disagree in {label}: {words[0]} on rank 0 and {word} on rank {rank}")
+
+
+def agree_on_run(words: list[tuple[str, str, list[str]]]) -> None:
+    # Pipeline ranks may hold different components. What a name stands for may not differ, and the plan checks that.
+    if not all(names for _, _, names in words):
+        raise UsageError("some ranks have no component at all")
+    # Ranks that write to different folders would commit a checkpoint of which a part lies elsewhere.
+    run = words[0][0]
+    agree_on("mode", [mode for _, mode, _ in words])
+    for rank, (other, _, _) in enumerate(words):
+        if other != run:
+            raise UsageError(
+                f"the ranks have different runs: {run} on rank 0 and {other} on rank {rank}",
+                advice="give every rank the same run, and build managers in the same order on every rank",
+            )

@@ -17,21 +17,21 @@ import torch
 
 from holdfast.arena import PAGE_BYTES, Arena
 from holdfast.errors import HoldfastError
+from holdfast.records import images
 from holdfast.records.files import PlainFile
-from holdfast.records.images import Image, Place, PlainImage
+from holdfast.records.images import Image, PlainImage
 from holdfast.records.tensorfile import SMALL_BYTES
 from holdfast.stages.stage import FileLayout
 from holdfast.tensors import torch_dtype
 
 logger = logging.getLogger("holdfast")
 
+Place = tuple[int, int]
 Mode = Literal["sync", "async", "async_pinned", "async_device"]
 ChosenMode = Literal["auto", "sync", "async", "async_pinned", "async_device"]
 
 _BYTE = torch.uint8
 _GROUP_BYTES = 32 << 20
-# A device's queue takes about a thousand entries; whoever enqueues more waits for it.
-_QUEUE_COPIES = 800
 _DEVICE_GROUP_BYTES = 256 << 20
 _SLACK_BYTES = 1 << 20
 _PORTABLE = 1
@@ -53,35 +53,28 @@ class Staging:
         self._sending: Callable[[], list[tuple[Any, int]]] | None = None
         self._sent = threading.Event()
         self._sent.set()
-        self._groups: list[tuple[Any, int]] = []
-        self._held: list[Any] = []
 
     def send_later(self, sending: Callable[[], list[tuple[Any, int]]]) -> None:
-        """Have copies enqueued by whoever finishes: there are more of them than a device's queue takes at once."""
+        """Have copies enqueued by whoever finishes. A device's queue takes about a thousand of them, and whoever
+        enqueues more waits: that shall not be the training. `sending` gives an event for each group of copies, and how
+        far the arena is filled when that has come; it holds what it copies from."""
         self._sending = sending
         self._sent.clear()
-
-    def hold(self, groups: list[tuple[Any, int]], held: list[Any]) -> None:
-        """Copies that are under way: an event each, and how far the arena is filled when it has come."""
-        self._groups = groups
-        self._held = held
 
     def wait_until_sent(self) -> None:
         self._sent.wait()
 
     def finish(self) -> None:
         """Return when the arena holds everything. The writer follows meanwhile."""
+        sending, self._sending = self._sending, None
         try:
-            if self._sending is not None:
-                self._groups = self._sending()
+            groups = sending() if sending is not None else []
         finally:
-            self._sending = None
             self._sent.set()
-        for event, position in self._groups:
+        for event, position in groups:
             event.synchronize()
-            self._arena.staged = position
+            self._arena.staged = max(position, self._arena.staged)
         self._arena.staged = self._end
-        self._groups, self._held = [], []
 
 
 class _Copy(NamedTuple):
@@ -144,10 +137,10 @@ class Stager:
             position = _aligned(end)
         return tuple(images)
 
-    def stage(self, memory: Sequence[torch.Tensor], mode: Mode, owned: Set[int]) -> Staging:
+    def stage(self, memory: Sequence[torch.Tensor], mode: Mode, owned: Set[Place]) -> Staging:
         """Copy what is in host memory, and send the copies of devices on their way.
 
-        `owned` are the addresses of tensors that nothing but an optimizer's step changes.
+        `owned` are the places of tensors that nothing but an optimizer's step changes.
         """
         arena = self._require_arena()
         sources = [_copyable(memory[part]) for part in self._order]
@@ -210,11 +203,12 @@ class Stager:
 
     # Devices
 
-    def _send_copies(self, sources: list[torch.Tensor], mode: Mode, owned: Set[int], staging: Staging) -> None:
+    def _send_copies(self, sources: list[torch.Tensor], mode: Mode, owned: Set[Place], staging: Staging) -> None:
         """In the order of the training's stream: small chunks are gathered, and what may change is cloned. The copies
         to the arena then are made by streams of our own."""
+        on_device = [source for source in sources if source.is_cuda]
         gathered, singles = self._gather(sources)
-        loose = [index for index in singles if sources[index].data_ptr() not in owned]
+        loose = [index for index in singles if _place(sources[index]) not in owned]
         cloned = mode == "async_device" and self._clone(sources, singles)
         if not cloned and not self._clone(sources, loose):
             # No room for clones: the training's own stream makes these copies, and the training waits for them.
@@ -222,22 +216,18 @@ class Stager:
             singles = [index for index in singles if index not in set(loose)]
         copies = [_Copy(self._views[index], sources[index], self._chunks[index].end) for index in singles]
         copies = sorted([*gathered, *copies], key=lambda copy: copy.end)
-        devices = {copy.source.device for copy in copies}
-        ready = {device: torch.cuda.current_stream(device).record_event() for device in devices}
-        self._staging, self._reading = (None, []) if cloned else (staging, list(devices))
-        if len(copies) > _QUEUE_COPIES:
-            staging.hold([], [copies])
-            staging.send_later(lambda: self._send(copies, ready))
-        else:
-            staging.hold(self._send(copies, ready), [copies])
         here = [index for index, source in enumerate(sources) if not source.is_cuda]
         _copy_all([self._views[index] for index in here], [sources[index] for index in here])
+        ready = {device: _event(torch.cuda.current_stream(device)) for device in {one.device for one in on_device}}
+        staging.send_later(lambda: self._send(copies, ready))
+        self._staging, self._reading = (None, []) if cloned else (staging, list(ready))
 
     def _send(self, copies: list[_Copy], ready: dict[torch.device, Any]) -> list[tuple[Any, int]]:
         """Enqueue the copies, with an event after each few hundred megabytes."""
         for device, event in ready.items():
             self._stream(device).wait_event(event)
-        groups: list[tuple[Any, int]] = []
+        # What the training's own stream copied, or gathered, is there when it has come to this place.
+        groups: list[tuple[Any, int]] = [(event, 0) for event in ready.values()]
         for first, last in _groups([copy.end for copy in copies], _DEVICE_GROUP_BYTES):
             for device in ready:
                 stream = self._stream(device)
@@ -245,10 +235,8 @@ class Stager:
                     for target, source, _ in copies[first:last]:
                         if source.device == device:
                             target.copy_(source, non_blocking=True)
-                event = torch.cuda.Event(blocking=True)
-                event.record(stream)
                 # Only the last device's event says how far the arena is: all of them have passed this place then.
-                groups.append((event, copies[last - 1].end if device == list(ready)[-1] else 0))
+                groups.append((_event(stream), copies[last - 1].end if device == list(ready)[-1] else 0))
         return groups
 
     def _gather(self, sources: list[torch.Tensor]) -> tuple[list[_Copy], list[int]]:
@@ -315,6 +303,13 @@ class Stager:
             logger.warning("the arena could not be page-locked (CUDA error %d): copies will be slower", int(code))
 
 
+def _event(stream: Any) -> Any:
+    # blocking: a thread that waits sleeps, and leaves its processor to the training.
+    event = torch.cuda.Event(blocking=True)
+    event.record(stream)
+    return event
+
+
 def room_for_clone(device: torch.device) -> int:
     """The bytes that a clone may take on a device: what is free even when the training is at its peak."""
     free, _ = torch.cuda.mem_get_info(device)
@@ -322,15 +317,20 @@ def room_for_clone(device: torch.device) -> int:
     return int(free + cached - _DEVICE_RESERVE_BYTES)
 
 
-def owned_addresses(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
+def owned_places(optimizers: Iterable[torch.optim.Optimizer]) -> set[Place]:
     """Where the tensors lie that only an optimizer's step changes: its parameters and its state."""
-    found: set[int] = set()
+    found: set[Place] = set()
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            found.update(_local(parameter).data_ptr() for parameter in group["params"])
+            found.update(_place(_local(parameter)) for parameter in group["params"])
         for state in optimizer.state.values():
-            found.update(_local(value).data_ptr() for value in _tensors(state))
+            found.update(_place(_local(value)) for value in _tensors(state))
     return found
+
+
+def _place(tensor: torch.Tensor) -> Place:
+    """A tensor's memory. Its beginning alone would take a longer tensor over the same memory for this one."""
+    return tensor.data_ptr(), tensor.nbytes
 
 
 def _tensors(state: Any) -> Iterator[torch.Tensor]:
@@ -348,7 +348,7 @@ def _images(files: Sequence[FileLayout]) -> Iterator[Image]:
     for file in files:
         frame = file.frame
         places = tuple(
-            Place(chunk.leaf, begin, chunk.size_bytes, chunk.box.offsets, chunk.box.sizes)
+            images.Place(chunk.leaf, begin, chunk.size_bytes, chunk.box.offsets, chunk.box.sizes)
             for chunk, begin in zip(frame.chunks, frame.starts, strict=True)
         )
         yield Image(file.name, start, frame.size_bytes, len(frame.header), places)

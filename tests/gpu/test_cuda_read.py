@@ -32,7 +32,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.large = nn.Parameter(torch.randn(9000, 5000, device="cuda"))
-        self.half = nn.Parameter(torch.randn(3001, 777, device="cuda").bfloat16())
+        self.narrow_type = nn.Parameter(torch.randn(3001, 777, device="cuda").bfloat16())
         self.transposed = nn.Parameter(torch.randn(700, 1100, device="cuda").t())
         self.small = nn.ParameterList(nn.Parameter(torch.randn(5, index + 1, device="cuda")) for index in range(200))
         self.register_buffer("odd", torch.randint(0, 255, (1_234_567,), dtype=torch.uint8, device="cuda"))
@@ -203,7 +203,7 @@ def test_boxes_into_any_device_memory_are_exact(run: tuple[Path, dict[str, torch
         ("large", Box((100, 0), (3000, 5000)), torch.zeros(3000, 5000, device="cuda")),
         ("large", Box((7, 11), (8000, 13)), torch.zeros(8000, 13, device="cuda")),
         ("large", Box((7, 11), (800, 1300)), torch.zeros(1300, 800, device="cuda").t()),
-        ("half", Box((1, 1), (3000, 700)), torch.zeros(3000, 1400, device="cuda", dtype=torch.bfloat16)[:, ::2]),
+        ("narrow_type", Box((1, 1), (3000, 700)), torch.zeros(3000, 1400, device="cuda", dtype=torch.bfloat16)[:, ::2]),
         ("odd", Box((1_000_001,), (99,)), torch.zeros(99, device="cuda", dtype=torch.uint8)),
         ("scalar", Box((), ()), torch.zeros((), device="cuda", dtype=torch.float64)),
     ]

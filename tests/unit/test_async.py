@@ -18,7 +18,7 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import ClosedError, SaveFailedError, StorageError, UsageError
-from holdfast.testing import FullStorage, MemoryStorage, SlowStorage
+from holdfast.testing import MemoryStorage, SlowStorage
 
 
 class Holder:
@@ -185,14 +185,19 @@ def test_a_failure_is_raised_once_and_the_next_save_works(how: str) -> None:
 
 
 def test_a_failed_save_and_then_an_exception_in_the_block_shows_the_exception(caplog: pytest.LogCaptureFixture) -> None:
-    storage = FullStorage(MemoryStorage(), room_bytes=100)
-    with pytest.raises(KeyError, match="mine"):
-        with holdfast.CheckpointManager("run", {"h": Holder(torch.ones(10))}, storage=storage, mode="async") as manager:
-            try:
-                manager.save(1)
-            except StorageError:
-                pass
+    class Broken(MemoryStorage):
+        def create(self, key: str, size_bytes: int) -> Any:
+            raise StorageError("the disk is broken", errno=5, file=key)
+
+    def train() -> None:
+        state = {"h": Holder(torch.ones(10))}
+        with holdfast.CheckpointManager("run", state, storage=Broken(), mode="async") as manager:
+            manager.save(1)
             raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        train()
+    assert "the disk is broken" in caplog.text
 
 
 @pytest.mark.guarantee("G6")

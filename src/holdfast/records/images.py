@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from holdfast.records.facts import Facts, Listing
+from holdfast.records.state import Receipt
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
@@ -60,9 +61,11 @@ class Layout(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Job(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """One save. It may come before all of it is staged: the arena says how far that is."""
+    """One save. It may come before all of it is staged: the arena says how far that is. `token` is the same on all
+    ranks, and on no other save."""
 
     number: int
+    token: str
     layout: int
     run: str
     folder: str
@@ -110,10 +113,19 @@ class Discarded(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The error as its type and fields."""
+    """The error as its type and fields. `sealed`: what failed may have been done all the same, so nothing of the save
+    may be removed."""
 
     number: int
     error: dict[str, Any]
+    sealed: bool = False
+
+
+class SignedReceipt(msgspec.Struct, frozen=True):
+    """A receipt as it lies in the attempt's folder. One of another save, which took the same name, does not count."""
+
+    token: str
+    receipt: Receipt
 
 
 Order = NewArena | Layout | Job | Commit | Discard | Leave

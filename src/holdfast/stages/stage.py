@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from holdfast.errors import UsageError
 from holdfast.records import layout
 from holdfast.records.boxes import whole
 from holdfast.records.codec import Json
@@ -88,6 +89,8 @@ def asset_files(assets: Sequence[Path]) -> list[PlainFile]:
     """Every file of the given files and folders, under the name by which a person would look for it."""
     found = []
     for asset in assets:
+        if not asset.exists():
+            raise UsageError(f"the asset {asset} is not there any more")
         for path in sorted(asset.rglob("*")) if asset.is_dir() else [asset]:
             if path.is_file():
                 name = layout.safe_relative(f"{layout.ASSETS}/{path.relative_to(asset.parent).as_posix()}")

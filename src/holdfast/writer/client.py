@@ -128,7 +128,7 @@ class Writer:
                 break
             if answer.number == number:
                 return answer
-        if not self.is_gone():
+        if watch.stalled() and not self.is_gone():
             self.kill()
             raise SaveFailedError(
                 f"the writer made no progress for {stall_seconds:g} s and was ended",

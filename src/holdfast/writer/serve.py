@@ -32,6 +32,7 @@ from holdfast.records.images import (
     Leave,
     NewArena,
     Order,
+    SignedReceipt,
     Written,
 )
 from holdfast.records.state import Receipt
@@ -78,6 +79,9 @@ class _Writer:
         self._receipt = Receipt((), ())
         self._created: list[str] = []
         self._committed_layout: int | None = None
+        # From here on somebody may count on this save's files: a manifest that names them, or a leader's writer that
+        # has seen this rank's receipt. What fails now must not remove them.
+        self._sealed = False
 
     def run(self) -> None:
         try:
@@ -96,16 +100,16 @@ class _Writer:
         elif isinstance(order, Layout):
             self._layout = order
         elif isinstance(order, Job):
-            self._job, self._created = order, []
+            self._job, self._created, self._sealed = order, [], False
             self._answer(order, self._write)
         elif isinstance(order, Commit) and self._job is None:
             self._say(Failed(order.number, error_record(SaveFailedError("there is nothing to commit"))))
         elif isinstance(order, Commit) and self._job is not None:
             self._answer(self._job, self._commit)
         elif isinstance(order, Discard):
-            if self._job is not None:
+            if self._job is not None and not (self._sealed and self._job.rank == 0):
                 self._remove(self._job, self._created)
-                self._job = None
+            self._job = None
             self._say(Discarded(order.number))
 
     def _answer(self, job: Job, work: Callable[[Job], Answer]) -> None:
@@ -113,9 +117,10 @@ class _Writer:
         try:
             answer = work(job)
         except BaseException as error:
-            self._remove(job, self._created)
-            self._job = None
-            answer = Failed(job.number, error_record(error))
+            if not self._sealed:
+                self._remove(job, self._created)
+                self._job = None
+            answer = Failed(job.number, error_record(error), self._sealed)
             if not isinstance(error, Exception):
                 self._say(answer)
                 raise
@@ -171,8 +176,9 @@ class _Writer:
     def _put_receipt(self, job: Job, storage: Storage) -> None:
         """The part is durable, and this says so to whoever survives."""
         name = layout.receipt_file(job.rank)
-        storage.put(layout.key(job.folder, name), msgspec.json.encode(self._receipt) + b"\n")
+        self._sealed = True
         self._created.append(name)
+        storage.put(layout.key(job.folder, name), msgspec.json.encode(SignedReceipt(job.token, self._receipt)) + b"\n")
         storage.sync(job.folder)
 
     def _commit(self, job: Job) -> Committed:
@@ -181,6 +187,7 @@ class _Writer:
         if job.facts is None or self._layout is None or self._layout.listing is None:
             raise SaveFailedError("only the leader's writer commits")
         receipts = [self._receipt, *self._receipts(job, catalog.storage)]
+        self._sealed = True
         # With one rank all chunks come from the layout. Other ranks' receipts come from the storage: not trusted.
         known = self._committed_layout == job.layout and job.size == 1
         checkpoint = commit(job.facts, self._layout.listing, receipts, catalog, same_tensors=known)
@@ -205,10 +212,7 @@ class _Writer:
                 raise SaveFailedError(f"of {job.size} ranks' parts these are missing: {', '.join(sorted(missing)[:8])}")
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_LOOK_SECONDS)
-        receipts = [
-            msgspec.json.decode(storage.read(layout.key(job.folder, name), _MAX_RECEIPT_BYTES), type=Receipt)
-            for name in sorted(wanted)
-        ]
+        receipts = [_read_receipt(storage, job, name) for name in sorted(wanted)]
         _require_files(receipts, job, storage)
         return receipts
 
@@ -220,7 +224,8 @@ class _Writer:
             self._commit(job)
         except HoldfastError as error:
             logger.error("step %d was staged, and could not be committed after the training ended: %s", job.step, error)
-            self._remove(job, self._created)
+            if not self._sealed:
+                self._remove(job, self._created)
         else:
             logger.warning("step %d was committed after the training had ended", job.step)
 
@@ -245,6 +250,17 @@ class _Writer:
         arena, self._arena = self._arena, None
         if arena is not None:
             arena.close()
+
+
+def _read_receipt(storage: Storage, job: Job, name: str) -> Receipt:
+    data = storage.read(layout.key(job.folder, name), _MAX_RECEIPT_BYTES)
+    try:
+        signed = msgspec.json.decode(data, type=SignedReceipt)
+    except msgspec.MsgspecError as error:
+        raise SaveFailedError(f"{name} is no receipt: {error}", run=job.run) from None
+    if signed.token != job.token:
+        raise SaveFailedError(f"{name} is of another save that took the same folder", run=job.run)
+    return signed.receipt
 
 
 def _require_files(receipts: list[Receipt], job: Job, storage: Storage) -> None:
