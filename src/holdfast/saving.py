@@ -375,7 +375,8 @@ class Saver:
         pending.size_bytes = sum(image.size_bytes for image in images) + sum(file.size_bytes for file in plain)
         pending.written_bytes = lambda: arena.written
         self._jobs += 1
-        job = self._job(work, mine.number, self._stager.stage_plain(plain))
+        by_device = any(tensor.is_cuda for tensor in memory)
+        job = self._job(work, mine.number, self._stager.stage_plain(plain), eager=by_device)
         handed.number, handed.writer, handed.arena = job.number, writer, arena
         writer.tell(job)
         behind = mode in ("async_pinned", "async_device")
@@ -388,7 +389,7 @@ class Saver:
             staging.finish()
             pending.mark_staged()
 
-    def _job(self, work: _Work, layout_number: int, plain: tuple[PlainImage, ...]) -> Job:
+    def _job(self, work: _Work, layout_number: int, plain: tuple[PlainImage, ...], *, eager: bool) -> Job:
         ranks = self._ranks
         facts = self._leader.facts(work.request, work.decided.folder) if ranks.rank == 0 else None
         return Job(
@@ -403,6 +404,7 @@ class Saver:
             plain=plain,
             facts=facts,
             timeout_seconds=min(self._timeout_seconds, _LONGEST_SECONDS),
+            eager=eager,
         )
 
     def _listing(self) -> Listing | None:

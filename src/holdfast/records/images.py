@@ -75,6 +75,7 @@ class Job(msgspec.Struct, frozen=True, tag=True, array_like=True):
     plain: tuple[PlainImage, ...]
     facts: Facts | None
     timeout_seconds: float
+    eager: bool
 
 
 class Commit(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -19,7 +19,8 @@ from holdfast.records.state import Receipt
 from holdfast.storage.base import Sink, Storage
 
 PIECE_BYTES = 8 << 20
-_PAUSE_SECONDS = 0.0005
+_PAUSE_SECONDS = 0.001
+_PATIENCE_SECONDS = 0.25
 _PATIENT_BYTES = 256 << 20
 
 
@@ -30,10 +31,14 @@ def drain(
     arena: Arena,
     storage: Storage,
     *,
+    eager: bool,
     check_source: Callable[[], None],
     on_created: Callable[[str], None],
 ) -> Receipt:
     """Write everything, and return when bytes and names are durable.
+
+    `eager` begins at once. Else a processor is making the copy: it is left alone for a moment, in which most copies are
+    done, because both would use the same memory and the disk is the slower one.
 
     `check_source` raises when whoever stages will never finish; it is asked while there is nothing to do. `on_created`
     hears of every file that came to be here: those, and no others, are ours to remove.
@@ -41,6 +46,8 @@ def drain(
     digesting = _Digesting(images, arena)
     digesting.start()
     try:
+        if images and not eager:
+            _be_patient(arena, images[-1].end, check_source)
         for image in images:
             with storage.create(layout.key(folder, image.name), image.size_bytes) as sink:
                 on_created(image.name)
@@ -59,6 +66,13 @@ def drain(
     for place in sorted({layout.key(folder, name).rpartition("/")[0] for name in names}, reverse=True):
         storage.sync(place)
     return Receipt((*tensor_files, *files), tuple(chunks))
+
+
+def _be_patient(arena: Arena, end: int, check_source: Callable[[], None]) -> None:
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while arena.staged < end and time.monotonic() < deadline:
+        check_source()
+        time.sleep(_PAUSE_SECONDS)
 
 
 def _write_image(image: Image, arena: Arena, sink: Sink, check_source: Callable[[], None]) -> None:

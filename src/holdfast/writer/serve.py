@@ -146,6 +146,7 @@ class _Writer:
             job.plain,
             arena,
             catalog.storage,
+            eager=job.eager,
             check_source=lambda: self._check_source(job),
             on_created=self._created.append,
         )
