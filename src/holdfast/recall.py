@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch.distributed.tensor import DTensor
 
 from holdfast.records.codec import Json, encode
 from holdfast.records.state import CapturedTree
@@ -57,9 +58,11 @@ class Remembered:
         """The tree of a state with the same structure; None for any other."""
         found: list[torch.Tensor] = []
         values = _match(self.structure, state, self.tree, found)
-        if values is _UNKNOWN or len(found) != len(self.specs):
+        if values is _UNKNOWN or len(found) != len(self.sharing):
             return None
-        if [_spec(tensor) for tensor in found] != self.specs or _sharing(found) != self.sharing:
+        if not all(issubclass(kind, torch.Tensor) for kind in set(map(type, found))):
+            return None
+        if _specs(found) != self.specs or _sharing(found) != self.sharing:
             return None
         tensors = dict(zip(self.paths, [found[index] for index in self.picks], strict=True))
         tree = self.tree
@@ -85,7 +88,7 @@ def remember(tree: CapturedTree, state: Any) -> Remembered | None:
     return Remembered(
         bare,
         structure,
-        [_spec(tensor) for tensor in found],
+        _specs(found),
         _sharing(found),
         tuple(tree.tensors),
         tuple(index for index in picks if index is not None),
@@ -149,23 +152,28 @@ def _encoded(state: Any, tree: CapturedTree, path: tuple[str, ...]) -> Any:
     return _UNKNOWN if seen else values
 
 
-def _spec(tensor: Any) -> Any:
-    if not isinstance(tensor, torch.Tensor):
-        return None
-    if is_sharded(tensor):
-        return (type(tensor), tensor._spec, tensor._local_tensor.shape, tensor._local_tensor.device)
-    return (type(tensor), tensor.dtype, tensor.shape, tensor.device, tensor.layout, tensor.is_contiguous())
+def _specs(tensors: list[torch.Tensor]) -> list[Any]:
+    """All that must be the same about each tensor. In one comprehension: there may be very many."""
+    plain = [(type(one), one.dtype, one.shape, one.device, one.layout, one.is_contiguous()) for one in _locals(tensors)]
+    placed = [one._spec for one in tensors if is_sharded(one)] if _any_sharded(tensors) else []
+    return [plain, list(map(type, tensors)), placed]
 
 
-def _sharing(tensors: list[Any]) -> list[int]:
+def _sharing(tensors: list[torch.Tensor]) -> list[int]:
     """Which tensors begin at the same place in memory: for each, the first that does."""
     first: dict[int, int] = {}
     # One without memory shares with none, so it gets a place of its own.
-    return [first.setdefault(_local(tensor).data_ptr() or -index - 1, index) for index, tensor in enumerate(tensors)]
+    return [first.setdefault(one.data_ptr() or -index - 1, index) for index, one in enumerate(_locals(tensors))]
 
 
-def _local(tensor: Any) -> Any:
-    return tensor._local_tensor if is_sharded(tensor) else tensor
+def _locals(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    if not _any_sharded(tensors):
+        return tensors
+    return [one._local_tensor if is_sharded(one) else one for one in tensors]
+
+
+def _any_sharded(tensors: list[torch.Tensor]) -> bool:
+    return any(issubclass(kind, DTensor) for kind in set(map(type, tensors)))
 
 
 def _is_plain(state: Any) -> bool:

@@ -98,6 +98,8 @@ class Stager:
         self._order: list[int] = []
         self._tensor_bytes = 0
         self._trays: dict[tuple[int, int], _Tray] = {}
+        self._devices: list[torch.device] = []
+        self._known_runs: list[tuple[int, int]] = []
         self._streams: dict[torch.device, Any] = {}
         self._staging: Staging | None = None
         self._reading: list[torch.device] = []
@@ -180,6 +182,7 @@ class Stager:
 
     def _forget_places(self) -> None:
         self._views, self._chunks, self._order, self._trays = [], [], [], {}
+        self._devices, self._known_runs = [], []
 
     def _lay_out(self, files: Sequence[FileLayout]) -> None:
         """The headers in their places, and a tensor over the place of each chunk that is not empty."""
@@ -244,7 +247,10 @@ class Stager:
         that are in no such run. A device's queue is short, and to enqueue a copy costs more than its few bytes do."""
         copies: list[_Copy] = []
         singles: list[int] = []
-        for first, last in self._runs(sources):
+        devices = [source.device for source in sources]
+        if devices != self._devices:
+            self._devices, self._known_runs = devices, list(self._runs(sources))
+        for first, last in self._known_runs:
             if last - first == 1:
                 if sources[first].is_cuda:
                     singles.append(first)

@@ -83,7 +83,8 @@ class Capturer:
             trees.append(tree)
             parts.append(known.parts)
             meshes |= known.meshes
-            memory += [_local(tensor) for tensor in tree.tensors.values()]
+            tensors = tree.tensors.values()
+            memory += [_local(tensor) for tensor in tensors] if known.meshes else tensors
             self._known[name] = known
         texts = [_text(tree) for tree in trees]
         digests = tuple(_digest(tree, text) if size > 1 else "" for tree, text in zip(trees, texts, strict=True))

@@ -30,7 +30,7 @@ from holdfast.storage.base import Source, alignment_of
 from holdfast.storage.blocks import Region, check, check_in, read_checked, read_unchecked
 from holdfast.tensors import is_dense, memory_at, memory_of, torch_dtype
 
-_MAX_WORKERS = 16
+_MAX_WORKERS = 8
 _BATCH_BYTES = 16 << 20
 # A piece, widened to whole pages on both sides, fits into a slot.
 _PIECE_BYTES = SLOT_BYTES - (64 << 10)
