@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from queue import SimpleQueue
 from types import MappingProxyType
 from typing import Any
 
@@ -25,7 +26,7 @@ from holdfast.records.events import Event, EventKind
 from holdfast.records.images import Answer, Commit, Committed, Discard, Discarded, Failed, Written
 from holdfast.writer.client import Writer
 
-__all__ = ["Behind", "PendingSave", "Saved", "as_save_error"]
+__all__ = ["Backstage", "Behind", "PendingSave", "Saved", "as_save_error"]
 
 _GIVE_UP_SECONDS = 60.0
 _PULSE_SECONDS = 0.5
@@ -141,8 +142,35 @@ class HandedOver:
     finish_staging: Callable[[], None] = lambda: None
 
 
+class Backstage:
+    """A thread that does one thing after another. It is kept: to start one takes longer than all the rest of a save in
+    which a device makes the copies."""
+
+    def __init__(self) -> None:
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def do(self, work: Callable[[], None]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="holdfast-save", daemon=True)
+            self._thread.start()
+        self._work.put(work)
+
+    def stop(self) -> None:
+        """Let it end after what it has to do."""
+        if self._thread is not None:
+            self._work.put(None)
+            self._thread = None
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+            # Nothing of a save that is over may stay in this frame: it would keep the arena.
+            del work
+
+
 class Behind:
-    """The background half of one save on one rank, run by a thread of its own.
+    """The background half of one save on one rank.
 
     `failure` is why this rank could not stage; the others hear it here. `on_end` gets the outcome, None for a failure.
     """
@@ -168,11 +196,8 @@ class Behind:
         self._wrote = False
         self._saved: Saved | None = None
 
-    def start(self) -> None:
-        name = f"holdfast-save-{self._pending.step}"
-        threading.Thread(target=self._run, name=name, daemon=True).start()
-
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Return when the save came to its end, which the pending save then says."""
         pending = self._pending
         try:
             saved = self._agree()

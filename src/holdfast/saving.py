@@ -26,7 +26,7 @@ import msgspec
 import torch
 
 from holdfast.arena import Arena
-from holdfast.background import Behind, HandedOver, PendingSave, Saved, as_save_error
+from holdfast.background import Backstage, Behind, HandedOver, PendingSave, Saved, as_save_error
 from holdfast.catalog import Catalog
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.leading import Leader, SaveRequest
@@ -96,6 +96,7 @@ class Saver:
         self._stager = Stager()
         self._writer: Writer | None = None
         self._behind: Ranks | None = None
+        self._backstage = Backstage()
         self._pending: PendingSave | None = None
         self._jobs = 0
         self._warned = False
@@ -351,7 +352,7 @@ class Saver:
             failure = error
         if self._behind is None:
             self._behind = self._ranks.branch("behind")
-        Behind(
+        behind = Behind(
             pending,
             handed,
             self._behind,
@@ -359,7 +360,9 @@ class Saver:
             timeout_seconds=self._timeout_seconds,
             # The request and the capture are not kept: they hold the training's own tensors.
             on_end=partial(self._note_end, pending),
-        ).start()
+        )
+        self._backstage.do(behind.run)
+        del behind
         if failure is not None and (self._ranks.size == 1 or not isinstance(failure, Exception)):
             pending.wait()
             raise failure
@@ -494,6 +497,7 @@ class Saver:
         if writer is not None:
             writer.leave()
         self._stager.close()
+        self._backstage.stop()
         behind, self._behind = self._behind, None
         if behind is not None:
             with contextlib.suppress(Exception):

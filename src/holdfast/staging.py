@@ -17,12 +17,13 @@ import torch
 
 from holdfast.arena import PAGE_BYTES, Arena
 from holdfast.errors import HoldfastError
+from holdfast.moving import Move, move_all
 from holdfast.records import images
 from holdfast.records.files import PlainFile
 from holdfast.records.images import Image, PlainImage
 from holdfast.records.tensorfile import SMALL_BYTES
 from holdfast.stages.stage import FileLayout
-from holdfast.tensors import torch_dtype
+from holdfast.tensors import is_host_memory, is_sharded, torch_dtype
 
 logger = logging.getLogger("holdfast")
 
@@ -31,7 +32,7 @@ Mode = Literal["sync", "async", "async_pinned", "async_device"]
 ChosenMode = Literal["auto", "sync", "async", "async_pinned", "async_device"]
 
 _BYTE = torch.uint8
-_GROUP_BYTES = 32 << 20
+_QUEUE_COPIES = 800
 _DEVICE_GROUP_BYTES = 256 << 20
 _SLACK_BYTES = 1 << 20
 _PORTABLE = 1
@@ -51,30 +52,37 @@ class Staging:
         self._arena = arena
         self._end = end
         self._sending: Callable[[], list[tuple[Any, int]]] | None = None
+        self._groups: list[tuple[Any, int]] = []
         self._sent = threading.Event()
         self._sent.set()
 
-    def send_later(self, sending: Callable[[], list[tuple[Any, int]]]) -> None:
-        """Have copies enqueued by whoever finishes. A device's queue takes about a thousand of them, and whoever
-        enqueues more waits: that shall not be the training. `sending` gives an event for each group of copies, and how
-        far the arena is filled when that has come; it holds what it copies from."""
+    def send(self, sending: Callable[[], list[tuple[Any, int]]], count: int) -> None:
+        """Have so many copies enqueued. A device's queue takes about a thousand of them, and whoever enqueues more
+        waits: that shall be whoever finishes, and not the training. (Fewer are enqueued at once: two threads that take
+        turns with the interpreter cost the training more than it takes.) `sending` gives an event for each group of
+        copies, and how far the arena is filled when that has come; it holds what it copies from."""
         self._sending = sending
-        self._sent.clear()
+        if count <= _QUEUE_COPIES:
+            self._groups = sending()
+        else:
+            self._sent.clear()
 
     def wait_until_sent(self) -> None:
         self._sent.wait()
 
     def finish(self) -> None:
         """Return when the arena holds everything. The writer follows meanwhile."""
-        sending, self._sending = self._sending, None
         try:
-            groups = sending() if sending is not None else []
+            if not self._sent.is_set() and self._sending is not None:
+                self._groups = self._sending()
         finally:
             self._sent.set()
-        for event, position in groups:
+        for event, position in self._groups:
             event.synchronize()
             self._arena.staged = max(position, self._arena.staged)
         self._arena.staged = self._end
+        # What the copies were made from is held until here.
+        self._sending, self._groups = None, []
 
 
 class _Copy(NamedTuple):
@@ -96,6 +104,7 @@ class Stager:
         self._chunks: list[_Chunk] = []
         self._views: list[torch.Tensor] = []
         self._order: list[int] = []
+        self._special: list[int] = []
         self._tensor_bytes = 0
         self._trays: dict[tuple[int, int], _Tray] = {}
         self._devices: list[torch.device] = []
@@ -145,7 +154,9 @@ class Stager:
         `owned` are the places of tensors that nothing but an optimizer's step changes.
         """
         arena = self._require_arena()
-        sources = [_copyable(memory[part]) for part in self._order]
+        sources = [memory[part] for part in self._order]
+        for index in self._special:
+            sources[index] = _copyable(sources[index])
         staging = Staging(arena, self._tensor_bytes)
         with torch.no_grad():
             if any(source.is_cuda for source in sources):
@@ -181,7 +192,7 @@ class Stager:
         return self._arena
 
     def _forget_places(self) -> None:
-        self._views, self._chunks, self._order, self._trays = [], [], [], {}
+        self._views, self._chunks, self._order, self._special, self._trays = [], [], [], [], {}
         self._devices, self._known_runs = [], []
 
     def _lay_out(self, files: Sequence[FileLayout]) -> None:
@@ -194,14 +205,27 @@ class Stager:
                 if place.size_bytes:
                     start = image.start + place.start
                     chunk = _Chunk(start, start + place.size_bytes, torch_dtype(framed.kind.name), framed.box.sizes)
+                    if chunk.dtype.is_complex or not _copies(chunk.dtype):
+                        self._special.append(len(self._order))
                     self._order.append(part)
                     self._chunks.append(chunk)
                     self._views.append(chunk.on(torch.frombuffer(arena.memory[chunk.start : chunk.end], dtype=_BYTE)))
 
     def _copy(self, sources: list[torch.Tensor], arena: Arena) -> None:
-        for first, last in _groups([chunk.end for chunk in self._chunks], _GROUP_BYTES):
-            _copy_all(self._views[first:last], sources[first:last])
-            arena.staged = self._chunks[last - 1].end
+        """Small tensors in one call of torch, large ones as bytes, by as many threads as torch would use."""
+        moves: list[Move] = []
+        others: list[int] = []
+        for index, (source, chunk) in enumerate(zip(sources, self._chunks, strict=True)):
+            if chunk.end - chunk.start >= SMALL_BYTES and is_host_memory(source):
+                moves.append(Move(arena.address + chunk.start, source.data_ptr(), chunk.end - chunk.start))
+            else:
+                others.append(index)
+        _copy_all([self._views[index] for index in others], [sources[index] for index in others])
+
+        def note(address: int) -> None:
+            arena.staged = address - arena.address
+
+        move_all(moves, threads=torch.get_num_threads(), on_progress=note)
         arena.staged = self._tensor_bytes
 
     # Devices
@@ -222,7 +246,7 @@ class Stager:
         here = [index for index, source in enumerate(sources) if not source.is_cuda]
         _copy_all([self._views[index] for index in here], [sources[index] for index in here])
         ready = {device: _event(torch.cuda.current_stream(device)) for device in {one.device for one in on_device}}
-        staging.send_later(lambda: self._send(copies, ready))
+        staging.send(lambda: self._send(copies, ready), len(copies))
         self._staging, self._reading = (None, []) if cloned else (staging, list(ready))
 
     def _send(self, copies: list[_Copy], ready: dict[torch.device, Any]) -> list[tuple[Any, int]]:
@@ -325,28 +349,19 @@ def room_for_clone(device: torch.device) -> int:
 
 def owned_places(optimizers: Iterable[torch.optim.Optimizer]) -> set[Place]:
     """Where the tensors lie that only an optimizer's step changes: its parameters and its state."""
-    found: set[Place] = set()
+    tensors: list[torch.Tensor] = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            found.update(_place(_local(parameter)) for parameter in group["params"])
+            tensors += group["params"]
         for state in optimizer.state.values():
-            found.update(_place(_local(value)) for value in _tensors(state))
-    return found
+            if isinstance(state, dict):
+                tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return {_place(tensor.to_local() if is_sharded(tensor) else tensor) for tensor in tensors}
 
 
 def _place(tensor: torch.Tensor) -> Place:
     """A tensor's memory. Its beginning alone would take a longer tensor over the same memory for this one."""
     return tensor.data_ptr(), tensor.nbytes
-
-
-def _tensors(state: Any) -> Iterator[torch.Tensor]:
-    for value in state.values() if isinstance(state, dict) else ():
-        if isinstance(value, torch.Tensor):
-            yield value
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _images(files: Sequence[FileLayout]) -> Iterator[Image]:

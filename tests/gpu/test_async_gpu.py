@@ -32,7 +32,7 @@ GIBI = 1 << 30
 
 @pytest.fixture(autouse=True)
 def peak_of_this_test() -> None:
-    """A clone is made where there is room for it at the training's peak, and another test may have filled the device."""
+    """A clone is made where there is room at the training's peak, and another test may have filled the device."""
     torch.cuda.reset_peak_memory_stats()
 
 

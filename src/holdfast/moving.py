@@ -1,0 +1,76 @@
+"""Copy bytes from many places to many others, by several threads. Addresses enter; nothing leaves. Knows no torch.
+
+torch shares each tensor out among its threads and waits for all of them before the next one. Here each thread takes the
+next piece when it is done with one, so that none waits for another: a state of 600 tensors is copied as fast as one
+large tensor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+__all__ = ["Move", "move_all"]
+
+_PIECE_BYTES = 4 << 20
+_MAX_THREADS = 8
+
+
+class Move(NamedTuple):
+    """Bytes to copy. Both places must stay where they are until it is done."""
+
+    target: int
+    source: int
+    size_bytes: int
+
+
+def move_all(moves: Sequence[Move], *, threads: int, on_progress: Callable[[int], None]) -> None:
+    """Copy everything. `on_progress` hears of a target address below which all is done; the targets must ascend."""
+    pieces = list(_pieces(moves))
+    count = max(min(threads, _MAX_THREADS, len(pieces)), 1)
+    team = _Team(pieces, on_progress)
+    helpers = [threading.Thread(target=team.work, name="holdfast-copy", daemon=True) for _ in range(count - 1)]
+    for helper in helpers:
+        helper.start()
+    team.work()
+    for helper in helpers:
+        helper.join()
+
+
+def _pieces(moves: Sequence[Move]) -> Iterator[Move]:
+    for target, source, size_bytes in moves:
+        for start in range(0, size_bytes, _PIECE_BYTES):
+            yield Move(target + start, source + start, min(_PIECE_BYTES, size_bytes - start))
+
+
+class _Team:
+    """Threads that share out a list of pieces."""
+
+    def __init__(self, pieces: Sequence[Move], on_progress: Callable[[int], None]) -> None:
+        self._pieces = pieces
+        self._on_progress = on_progress
+        self._lock = threading.Lock()
+        self._next = 0
+        self._under_way: set[int] = set()
+
+    def work(self) -> None:
+        piece = self._take(None)
+        while piece is not None:
+            # Through ctypes, which lets the other threads run meanwhile.
+            ctypes.memmove(*self._pieces[piece])
+            piece = self._take(piece)
+
+    def _take(self, done: int | None) -> int | None:
+        with self._lock:
+            if done is not None:
+                self._under_way.discard(done)
+                first = min(self._under_way, default=self._next)
+                if first < len(self._pieces):
+                    self._on_progress(self._pieces[first].target)
+            if self._next == len(self._pieces):
+                return None
+            piece, self._next = self._next, self._next + 1
+            self._under_way.add(piece)
+            return piece
