@@ -102,6 +102,8 @@ class Saver:
         self._warned = False
         self._hooks: dict[int, Any] = {}
         self._owner = os.getpid()
+        # One that is dropped without being closed: its writer sees the end of the line, and this thread hears it here.
+        weakref.finalize(self, self._backstage.stop)
         _savers.add(self)
 
     # What is asked of it

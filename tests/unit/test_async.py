@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -56,19 +57,34 @@ def wait_for(condition: Any, seconds: float = 30.0) -> None:
 
 def writer_of(manager: holdfast.CheckpointManager) -> int:
     """The process of a manager's writer."""
-    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-    found = [int(child) for child in children if b"holdfast.writer" in Path(f"/proc/{child}/cmdline").read_bytes()]
-    assert len(found) == 1, found
-    return found[0]
+    (found,) = writers()
+    return found
 
 
 def belongings() -> tuple[int, int, int]:
-    """What this process holds: open handles, mappings of arenas, writer processes."""
+    """What this process holds: open handles, mappings of arenas, living writer processes."""
     gc.collect()
     handles = len(os.listdir("/proc/self/fd"))
     arenas = sum("holdfast-arena" in line for line in Path("/proc/self/maps").read_text().splitlines())
+    return handles, arenas, len(writers())
+
+
+def writers() -> list[int]:
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-    return handles, arenas, len(children)
+    return [int(child) for child in children if b"holdfast.writer" in command_of(int(child))]
+
+
+def command_of(process: int) -> bytes:
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+@pytest.fixture(autouse=True)
+def nothing_of_other_tests() -> None:
+    """Managers that other tests dropped without closing them go when they are collected, and their writers then."""
+    wait_for(lambda: belongings()[1:] == (0, 0))
 
 
 @pytest.mark.guarantee("G2")
@@ -447,3 +463,12 @@ def test_a_restart_waits_for_the_writer_of_the_training_that_was_killed(tmp_path
         found = manager.peek()
     assert found is not None
     assert found.step == 1
+
+
+def test_a_manager_that_is_dropped_without_close_takes_its_thread_and_its_writer_along(tmp_path: Path) -> None:
+    manager = holdfast.CheckpointManager(tmp_path, {"h": Holder(torch.randn(1000))}, mode="async", rng=False)
+    manager.save(0, wait=True)
+    assert belongings()[1:] == (1, 1)
+    del manager
+    wait_for(lambda: belongings()[1:] == (0, 0))
+    wait_for(lambda: not any(thread.name == "holdfast-save" for thread in threading.enumerate()))
