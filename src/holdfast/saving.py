@@ -274,7 +274,9 @@ class Saver:
 
     def _brief(self, captured: Capture) -> Brief:
         known = self._plan.number if self._plan is not None else 0
-        room = None if known and self._stager.capacity_bytes else room_for_staging() + self._stager.capacity_bytes
+        # An arena that held this very structure holds it again; any other may need more memory than there is.
+        same = self._plan is not None and self._plan.structure == captured.structure and self._stager.capacity_bytes
+        room = None if same else room_for_staging() + self._stager.capacity_bytes
         unheard = self._unheard() is not None
         return Brief(captured.structure, captured.digests, captured.frozen, known, room, unheard)
 
@@ -296,7 +298,7 @@ class Saver:
         if self._plan is None or decided.duties:
             duty = decided.duties[self._ranks.rank]
             files = lay_out(work.captured.inventory(), duty, rank=self._ranks.rank)
-            self._plan = _RankPlan(decided.number, duty, files)
+            self._plan = _RankPlan(decided.number, duty, files, work.captured.structure)
         return self._plan
 
     # Written before the call returns
@@ -513,6 +515,7 @@ class _RankPlan:
     number: int
     duty: Duty
     files: list[FileLayout]
+    structure: str
 
 
 @dataclass(frozen=True, slots=True)

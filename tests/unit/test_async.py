@@ -472,3 +472,19 @@ def test_a_manager_that_is_dropped_without_close_takes_its_thread_and_its_writer
     del manager
     wait_for(lambda: belongings()[1:] == (0, 0))
     wait_for(lambda: not any(thread.name == "holdfast-save" for thread in threading.enumerate()))
+
+
+def test_a_state_that_outgrows_the_memory_that_is_left_is_streamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    holder = Holder(torch.randn(1000))
+    with holdfast.CheckpointManager(tmp_path, {"h": holder}, mode="async", rng=False) as manager:
+        manager.save(0, wait=True)
+        # The share of one rank among very many is next to nothing.
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(10**12))
+        manager.save(1, wait=True)
+        assert "written in pieces" not in caplog.text, "what fitted once fits again"
+        holder.tensors.append(torch.randn(10_000_000))
+        assert manager.save(2).done()
+    assert "written in pieces" in caplog.text
+    assert holdfast.verify(tmp_path, 2).ok
