@@ -447,7 +447,7 @@ def test_forked_workers_that_live_during_a_save_hinder_nothing(tmp_path: Path) -
     assert belongings()[1:] == (0, 0)
 
 
-def test_the_writer_brings_no_torch_and_starts_fast_enough_to_be_worth_it() -> None:
+def test_the_writer_brings_neither_torch_nor_numpy() -> None:
     code = "import sys, holdfast.writer.process; sys.exit(bool({'torch', 'numpy', 'safetensors'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -99,14 +99,12 @@ class Written(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     number: int
     size_bytes: int
-    seconds: float
 
 
 class Committed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     number: int
     digest: str
     size_bytes: int
-    seconds: float
 
 
 class Discarded(msgspec.Struct, frozen=True, tag=True, array_like=True):

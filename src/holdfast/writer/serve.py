@@ -133,7 +133,6 @@ class _Writer:
     # The work
 
     def _write(self, job: Job) -> Written:
-        started = time.monotonic()
         catalog = self._catalog(job)
         arena, images = self._staged_images(job)
         if job.rank == 0:
@@ -153,7 +152,7 @@ class _Writer:
         if job.rank != 0:
             self._put_receipt(job, catalog.storage)
         size_bytes = sum(file.size_bytes for file in self._receipt.files)
-        return Written(job.number, size_bytes, time.monotonic() - started)
+        return Written(job.number, size_bytes)
 
     def _claim(self, job: Job, catalog: Catalog) -> None:
         try:
@@ -183,7 +182,6 @@ class _Writer:
         storage.sync(job.folder)
 
     def _commit(self, job: Job) -> Committed:
-        started = time.monotonic()
         catalog = self._catalog(job)
         if job.facts is None or self._layout is None or self._layout.listing is None:
             raise SaveFailedError("only the leader's writer commits")
@@ -196,7 +194,7 @@ class _Writer:
         catalog.point_latest(job.folder)
         self._job = None
         self._remove(job, [layout.receipt_file(rank) for rank in range(1, job.size)])
-        return Committed(job.number, checkpoint.digest, checkpoint.size_bytes, time.monotonic() - started)
+        return Committed(job.number, checkpoint.digest, checkpoint.size_bytes)
 
     def _receipts(self, job: Job, storage: Storage) -> list[Receipt]:
         """The receipts of the other ranks, once all are there."""
