@@ -31,9 +31,11 @@ TOKENS = 64
 
 
 class Training(Protocol):
-    """`plain_steps` is how many steps before a save, and as many after it, say how long one takes without."""
+    """`plain_steps` is how many steps before a save, and as many after it, say how long one takes without; before them
+    come `idle_steps` that count for nothing."""
 
     plain_steps: int
+    idle_steps: int
 
     def step(self, hold: Callable[[], AbstractContextManager[object]]) -> None: ...
 
@@ -42,6 +44,7 @@ class BlockTraining:
     """One block of the model per step, so that a step is short beside a save and the whole state is in use."""
 
     plain_steps = 10
+    idle_steps = 0
 
     def __init__(self, model: GPT, optimizer: torch.optim.Optimizer) -> None:
         self.model = model
@@ -78,6 +81,7 @@ def lose(training: Training, saver: savers.Saver, number: int, loss: Loss, *, fi
     """One save in the middle of a training, and what it cost."""
     saver.clear()
     os.sync()
+    steps(training, training.idle_steps)
     plain = steps(training, training.plain_steps)
     start = time.perf_counter()
     pending = saver.save(number)

@@ -9,6 +9,7 @@ training goes on; nothing torn can come of it, because
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any, Literal, NamedTuple
@@ -212,7 +213,7 @@ class Stager:
                     self._views.append(chunk.on(torch.frombuffer(arena.memory[chunk.start : chunk.end], dtype=_BYTE)))
 
     def _copy(self, sources: list[torch.Tensor], arena: Arena) -> None:
-        """Small tensors in one call of torch, large ones as bytes, by as many threads as torch would use."""
+        """Small tensors in one call of torch, large ones as bytes, by several threads."""
         moves: list[Move] = []
         others: list[int] = []
         for index, (source, chunk) in enumerate(zip(sources, self._chunks, strict=True)):
@@ -225,7 +226,7 @@ class Stager:
         def note(address: int) -> None:
             arena.staged = address - arena.address
 
-        move_all(moves, threads=torch.get_num_threads(), on_progress=note)
+        move_all(moves, threads=_copying_threads(), on_progress=note)
         arena.staged = self._tensor_bytes
 
     # Devices
@@ -258,10 +259,9 @@ class Stager:
         for first, last in _groups([copy.end for copy in copies], _DEVICE_GROUP_BYTES):
             for device in ready:
                 stream = self._stream(device)
+                mine = [copy for copy in copies[first:last] if copy.source.device == device]
                 with torch.cuda.stream(stream), torch.no_grad():
-                    for target, source, _ in copies[first:last]:
-                        if source.device == device:
-                            target.copy_(source, non_blocking=True)
+                    _copy_now([copy.target for copy in mine], [copy.source for copy in mine])
                 # Only the last device's event says how far the arena is: all of them have passed this place then.
                 groups.append((_event(stream), copies[last - 1].end if device == list(ready)[-1] else 0))
         return groups
@@ -333,6 +333,13 @@ class Stager:
             logger.warning("the arena could not be page-locked (CUDA error %d): copies will be slower", int(code))
 
 
+def _copying_threads() -> int:
+    """This rank's share of the cores, whatever torch computes with: the training stands still meanwhile."""
+    here = os.environ.get("LOCAL_WORLD_SIZE", "")
+    neighbours = int(here) if here.isdigit() and int(here) > 0 else 1
+    return max(len(os.sched_getaffinity(0)) // neighbours, torch.get_num_threads())
+
+
 def _event(stream: Any) -> Any:
     # blocking: a thread that waits sleeps, and leaves its processor to the training.
     event = torch.cuda.Event(blocking=True)
@@ -399,8 +406,8 @@ def _copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
 
 def _copy_now(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy in the order of the current stream, without waiting for it."""
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source, non_blocking=True)
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
 
 
 class _Chunk(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -106,16 +107,46 @@ class _Job(NamedTuple):
 
 
 def _run(checkpoint: Checkpoint, jobs: Iterable[_Job], checked: bool, on_bytes: OnBytes, rings: Rings) -> list[Problem]:
-    def act(task: _Batch | _Extent) -> list[Problem]:
+    def act(task: _Task) -> list[Problem]:
         found = _do_batch(task, checked) if isinstance(task, _Batch) else _do_extent(task, checked, rings)
         on_bytes(sum(job.end - job.start for job in task.jobs))
         return found
 
     with ExitStack() as stack:
         files = _Files(checkpoint, stack)
-        with ThreadPoolExecutor(_workers(), thread_name_prefix="holdfast-read") as pool:
-            found = [problem for problems in pool.map(act, _tasks(jobs, files, checked)) for problem in problems]
-        return files.problems + found
+        found = _side_by_side(act, _tasks(jobs, files, checked))
+        return files.problems + [problem for problems in found for problem in problems]
+
+
+def _side_by_side(act: Callable[[_Task], list[Problem]], tasks: Iterator[_Task]) -> list[list[Problem]]:
+    """Do the tasks in several threads, which take them one by one. The first error ends them all.
+
+    Each thread makes the task that it does: one that made them for all would keep the interpreter's lock for
+    milliseconds at a time, and the others, back from reading or digesting, would wait for it.
+    """
+    lock = threading.Lock()
+    stop = threading.Event()
+
+    def work() -> list[list[Problem]]:
+        found: list[list[Problem]] = []
+        try:
+            while not stop.is_set():
+                with lock:
+                    task = next(tasks, None)
+                if task is None:
+                    return found
+                found.append(act(task))
+        except BaseException:
+            stop.set()
+            raise
+        return found
+
+    with ThreadPoolExecutor(_workers(), thread_name_prefix="holdfast-read") as pool:
+        workers = [pool.submit(work) for _ in range(_workers())]
+        try:
+            return [problems for worker in workers for problems in worker.result()]
+        finally:
+            stop.set()
 
 
 def _workers() -> int:
@@ -196,7 +227,10 @@ class _Extent:
         return self.low // step * step, min(-(-self.high // step) * step, self.source.size_bytes)
 
 
-def _tasks(jobs: Iterable[_Job], files: _Files, checked: bool) -> Iterator[_Batch | _Extent]:
+_Task = _Batch | _Extent
+
+
+def _tasks(jobs: Iterable[_Job], files: _Files, checked: bool) -> Iterator[_Task]:
     batch = _Batch()
     extent: _Extent | None = None
     for job in jobs:
