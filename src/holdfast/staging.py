@@ -337,7 +337,7 @@ def _copying_threads() -> int:
     """This rank's share of the cores, whatever torch computes with: the training stands still meanwhile."""
     here = os.environ.get("LOCAL_WORLD_SIZE", "")
     neighbours = int(here) if here.isdigit() and int(here) > 0 else 1
-    return max(len(os.sched_getaffinity(0)) // neighbours, torch.get_num_threads())
+    return max(len(os.sched_getaffinity(0)) // neighbours, int(torch.get_num_threads()))
 
 
 def _event(stream: Any) -> Any:
