@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Any
 from holdfast._version import __version__
 
 if TYPE_CHECKING:
-    from holdfast.blocks import build_train_state, checkpoints, is_restart, peek, resolve, restore_train_state, verify
+    from holdfast.blocks import (
+        build_train_state,
+        checkpoints,
+        is_restart,
+        peek,
+        prune,
+        resolve,
+        restore_train_state,
+        retention,
+        verify,
+    )
     from holdfast.catalog import Checkpoint
     from holdfast.checkpointer import AsyncCheckpointer
     from holdfast.components import PerRank, RNGState, Shared, Trainable, get_rng_state, set_rng_state
@@ -22,6 +32,7 @@ if TYPE_CHECKING:
         GuardMismatchError,
         HoldfastError,
         RankError,
+        RunInUseError,
         SaveFailedError,
         StateMismatchError,
         StorageError,
@@ -32,10 +43,24 @@ if TYPE_CHECKING:
     from holdfast.formats.dcp import HoldfastReader, HoldfastWriter
     from holdfast.handle import SaveHandle
     from holdfast.manager import CheckpointManager, RestoreResult
+    from holdfast.policies import (
+        At,
+        Every,
+        KeepAll,
+        KeepBest,
+        KeepEvery,
+        KeepLast,
+        KeepTagged,
+        OnLastStep,
+        OnSignal,
+        TimeLimit,
+    )
     from holdfast.records.codec import register_type
     from holdfast.records.events import Event
+    from holdfast.records.linknames import LinkTemplate
     from holdfast.records.report import Report
     from holdfast.records.strategy import LoadStrategy
+    from holdfast.stages.retain import Decision
 
 _HOME = {
     "CheckpointManager": "manager",
@@ -45,6 +70,23 @@ _HOME = {
     "Event": "records.events",
     "LoadStrategy": "records.strategy",
     "Report": "records.report",
+    "LinkTemplate": "records.linknames",
+    "Decision": "stages.retain",
+    **dict.fromkeys(
+        (
+            "At",
+            "Every",
+            "KeepAll",
+            "KeepBest",
+            "KeepEvery",
+            "KeepLast",
+            "KeepTagged",
+            "OnLastStep",
+            "OnSignal",
+            "TimeLimit",
+        ),
+        "policies",
+    ),
     "register_type": "records.codec",
     "Checkpoint": "catalog",
     "PerRank": "components",
@@ -58,6 +100,8 @@ _HOME = {
     "checkpoints": "blocks",
     "is_restart": "blocks",
     "peek": "blocks",
+    "prune": "blocks",
+    "retention": "blocks",
     "resolve": "blocks",
     "verify": "blocks",
     "HoldfastReader": "formats.dcp",
@@ -70,6 +114,7 @@ _HOME = {
             "GuardMismatchError",
             "HoldfastError",
             "RankError",
+            "RunInUseError",
             "SaveFailedError",
             "StateMismatchError",
             "StorageError",

@@ -30,6 +30,7 @@ __all__ = ["Backstage", "Behind", "PendingSave", "Saved", "as_save_error"]
 
 _GIVE_UP_SECONDS = 60.0
 _PULSE_SECONDS = 0.5
+_LOOK_SECONDS = 1.0
 
 
 class Saved(msgspec.Struct, frozen=True, array_like=True):
@@ -40,6 +41,7 @@ class Saved(msgspec.Struct, frozen=True, array_like=True):
     digest: str
     skipped: bool = False
     size_bytes: int = 0
+    sequence: int = 0
     error: dict[str, Any] | None = None
 
 
@@ -156,6 +158,14 @@ class Backstage:
             self._thread.start()
         self._work.put(work)
 
+    def wait(self) -> None:
+        """Return when it has done all that it was given so far."""
+        if self._thread is not None:
+            done = threading.Event()
+            self._work.put(done.set)
+            while not done.wait(_LOOK_SECONDS) and self._thread.is_alive():
+                pass
+
     def stop(self) -> None:
         """Let it end after what it has to do."""
         if self._thread is not None:
@@ -264,7 +274,7 @@ class Behind:
             raise error_from_record(answer.error)
         if not isinstance(answer, Committed):
             raise SaveFailedError(f"the writer answered {type(answer).__name__}")
-        self._saved = Saved(self._pending.folder, answer.digest, size_bytes=answer.size_bytes)
+        self._saved = Saved(self._pending.folder, answer.digest, size_bytes=answer.size_bytes, sequence=answer.sequence)
         return self._saved
 
     def _hear(self) -> Answer:

@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from holdfast.catalog import Checkpoint
+from holdfast.catalog import Catalog, Checkpoint
+from holdfast.errors import CheckpointNotFoundError
+from holdfast.housekeeping import Housekeeper
+from holdfast.lease import Lease, reading
+from holdfast.policies import KeepPolicy
 from holdfast.records.report import Report
+from holdfast.records.selector import Selector
 from holdfast.stages import resolve as resolving
 from holdfast.stages import verify as verifying
 from holdfast.stages.resolve import Location
+from holdfast.stages.retain import Decision
 
 
 def resolve(run: Location, selector: str | int = "latest") -> Checkpoint:
@@ -45,7 +51,33 @@ def verify(
     on_bytes: Callable[[int], None] | None = None,
 ) -> Report:
     """Check a checkpoint against its manifest and name every damage: file, leaf and byte range."""
-    return verifying.verify(resolving.resolve(run, selector), depth, on_bytes=on_bytes)
+    meant = resolving.resolve(run, selector)
+    with reading(meant.storage, meant.folder):
+        # Again: from here on nobody removes it, and a moment ago somebody may have.
+        found = Catalog(meant.storage).find(Selector("folder", name=meant.folder))
+        return verifying.verify(found, depth, on_bytes=on_bytes)
+
+
+def retention(run: Location, keep: KeepPolicy) -> list[Decision]:
+    """What a policy would keep of a run and what it would remove, each with its reasons. Does nothing."""
+    catalog, _ = resolving.locate(run)
+    return Housekeeper(catalog, keep=keep).plan()
+
+
+def prune(run: Location, keep: KeepPolicy) -> list[Decision]:
+    """Remove what a policy does not keep, and what abandoned attempts left. Gives what was decided.
+
+    Only where nobody writes: a run that is being trained is a RunInUseError, and its own manager prunes it.
+    """
+    catalog, _ = resolving.locate(run)
+    if not catalog.holds_something():
+        raise CheckpointNotFoundError("there is no checkpoint", run=catalog.storage.url)
+    lease = Lease.acquire(catalog.storage)
+    try:
+        catalog.close_attempts(lease.number)
+        return Housekeeper(catalog, keep=keep, may_write=lease.require).tidy()
+    finally:
+        lease.release()
 
 
 def build_train_state(components: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from types import MappingProxyType
@@ -19,6 +18,7 @@ from typing import Any
 import msgspec
 
 from holdfast.errors import (
+    AttemptClosedError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     HoldfastError,
@@ -28,6 +28,7 @@ from holdfast.errors import (
     UnsupportedFormatError,
     UsageError,
 )
+from holdfast.identity import this_process
 from holdfast.records import layout
 from holdfast.records.codec import decode
 from holdfast.records.manifest import (
@@ -37,8 +38,11 @@ from holdfast.records.manifest import (
     check_manifest,
     decode_manifest,
     digest_of,
+    encode_abandoned,
     encode_manifest,
+    is_abandoned,
 )
+from holdfast.records.notes import Note, Notes, decode_note, encode_note, note_key, parse_note_name, sum_up
 from holdfast.records.selector import Selector
 from holdfast.storage.base import Storage
 
@@ -54,6 +58,7 @@ class Checkpoint:
     manifest: Manifest = field(repr=False)
     digest: str
     storage: Storage = field(repr=False)
+    notes: tuple[Note, ...] = field(repr=False, default=())
 
     @property
     def folder(self) -> str:
@@ -79,7 +84,8 @@ class Checkpoint:
 
     @cached_property
     def metrics(self) -> Mapping[str, Any]:
-        return self._each_decoded("metrics", self.manifest.metrics)
+        """Those of the save, and those that were reported later."""
+        return self._each_decoded("metrics", {**self.manifest.metrics, **self._noted.metrics})
 
     @cached_property
     def progress(self) -> Mapping[str, Any]:
@@ -103,7 +109,16 @@ class Checkpoint:
 
     @property
     def tags(self) -> tuple[str, ...]:
-        return self.manifest.tags
+        return self._noted.tags
+
+    @property
+    def damage(self) -> str:
+        """What was found to be wrong with its bytes, when a restore passed it over; empty when nothing is known."""
+        return self._noted.damage
+
+    @cached_property
+    def _noted(self) -> Notes:
+        return sum_up(self.notes, self.manifest.tags)
 
     @property
     def path(self) -> str:
@@ -144,11 +159,13 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What a run holds: its checkpoints, the latest first; attempts that nothing committed; damaged manifests."""
+    """What a run holds: its checkpoints, the latest first; attempts that nothing committed, and, of these, those that
+    were closed for good; damaged manifests."""
 
     checkpoints: tuple[Checkpoint, ...]
     attempts: tuple[str, ...]
     damaged: tuple[Skipped, ...]
+    closed: tuple[str, ...] = ()
 
 
 class _RunRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,33 +180,51 @@ class Catalog:
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
         # What a manifest's bytes mean, by their digest: they are read each time, because they alone are the truth, but
-        # a manifest of many thousand tensors is taken apart only once.
+        # a manifest of many thousand tensors is taken apart only once. Several threads may use one catalog: these are
+        # only ever looked through as a list made at once.
         self._known: dict[str, Checkpoint] = {}
+        self._known_notes: dict[str, Note] = {}
 
     def __repr__(self) -> str:
         return f"Catalog({self.storage.url!r})"
 
     def scan(self) -> Scan:
         """Look at every folder of the run. Foreign names are passed over."""
-        checkpoints, attempts, damaged = [], [], []
+        return self._scan({})
+
+    def glance(self) -> Scan:
+        """The same for whoever tidies: what this catalog has read before counts as it was then, as long as it is there.
+        A committed checkpoint never changes."""
+        return self._scan({found.folder: found for found in list(self._known.values())})
+
+    def _scan(self, known: Mapping[str, Checkpoint]) -> Scan:
+        checkpoints, attempts, damaged, closed = [], [], [], []
+        notes = self._notes()
         for entry in self.storage.entries(""):
             if not entry.is_folder or layout.parse_folder(entry.name) is None:
                 continue
             try:
-                checkpoints.append(self.read(entry.name))
+                found = known.get(entry.name)
+                checkpoint = found if found and self._is_committed(entry.name) else self.read(entry.name)
+                checkpoints.append(_annotated(checkpoint, notes))
+            except AttemptClosedError:
+                closed.append(entry.name)
+                attempts.append(entry.name)
             except KeyMissingError:
                 attempts.append(entry.name)
             except HoldfastError as error:
                 # One folder that cannot be read must not hide the others, whatever is wrong with it.
                 damaged.append(Skipped(entry.name, str(error), isinstance(error, UnsupportedFormatError)))
-        present = set(checkpoints)
-        self._known = {bytes_digest: found for bytes_digest, found in self._known.items() if found in present}
+        present = {checkpoint.digest for checkpoint in checkpoints}
+        self._known = {key: found for key, found in list(self._known.items()) if found.digest in present}
         checkpoints.sort(key=lambda checkpoint: (checkpoint.sequence, checkpoint.manifest.created), reverse=True)
-        return Scan(tuple(checkpoints), tuple(attempts), tuple(damaged))
+        return Scan(tuple(checkpoints), tuple(attempts), tuple(damaged), tuple(closed))
 
     def read(self, folder: str) -> Checkpoint:
         """The checkpoint in a folder; a KeyMissingError when nothing was committed there."""
         data = self.storage.read(layout.key(folder, layout.MANIFEST), MAX_MANIFEST_BYTES)
+        if is_abandoned(data):
+            raise AttemptClosedError("this attempt was given up", file=layout.key(folder, layout.MANIFEST))
         known = self._known.get(digest_of(data))
         if known is not None and known.folder == folder:
             return known
@@ -241,8 +276,11 @@ class Catalog:
         return CheckpointNotFoundError(f"'{selector}' finds no checkpoint", run=self.storage.url, advice=advice)
 
     def lineage(self, digest: str | None, scan: Scan) -> list[Checkpoint]:
-        """A checkpoint and those it continued from, back to the first that is still there."""
+        """A checkpoint and those it goes back to that are still there, the latest first."""
         by_digest = {checkpoint.digest: checkpoint for checkpoint in scan.checkpoints}
+        newest = by_digest.get(digest or "")
+        if newest is not None and newest.manifest.line:
+            return [found for found in scan.checkpoints if found is newest or goes_back_to(newest, found.sequence)]
         line = []
         while digest is not None and digest in by_digest:
             checkpoint = by_digest.pop(digest)
@@ -257,7 +295,7 @@ class Catalog:
 
     def next_sequence(self) -> int:
         """The number of the next commit: one more than any that is there. Only what is new is read."""
-        known = {checkpoint.folder: checkpoint for checkpoint in self._known.values()}
+        known = {checkpoint.folder: checkpoint for checkpoint in list(self._known.values())}
         highest = 0
         for name in self._names():
             if layout.parse_folder(name) is None:
@@ -283,14 +321,14 @@ class Catalog:
         self.storage.sync("")
         return record.run_id
 
-    def claim(self, step: int, world_size: int) -> tuple[str, str]:
+    def claim(self, step: int, world_size: int, *, lease: int = 0) -> tuple[str, str]:
         """Take the next free name for an attempt at a step, and the claim that is laid down in it. Two that try at once
         get two names."""
         attempt = self.attempts().get(step, 0) + 1
         while True:
             folder = layout.folder_name(step, attempt)
             try:
-                return folder, self.claim_folder(folder, world_size)
+                return folder, self.claim_folder(folder, world_size, lease=lease)
             except KeyExistsError:
                 attempt += 1
 
@@ -309,15 +347,108 @@ class Catalog:
         return [name for name in names if not self._is_committed(name)]
 
     def _is_committed(self, folder: str) -> bool:
+        """Whether the manifest's name is taken: by one, or by the word that there will never be one."""
         return any(entry.name == layout.MANIFEST for entry in self.storage.entries(folder))
+
+    def close_attempts(self, number: int) -> None:
+        """Make sure that no attempt of an earlier writer than this one can be committed any more: whoever comes first
+        to the manifest's name has it."""
+        for folder in self.open_attempts():
+            if self.attempt_record(folder).get("lease", 0) >= number:
+                continue
+            why = {"by": number, "at": _now()}
+            try:
+                self.storage.put(layout.key(folder, layout.MANIFEST), encode_abandoned(why))
+            except KeyExistsError:
+                continue
+            self.storage.sync(folder)
+
+    def attempt_record(self, folder: str) -> dict[str, Any]:
+        """Who began an attempt, as he said it; empty where nothing can be read."""
+        try:
+            data = self.storage.read(layout.key(folder, layout.ATTEMPT), _MAX_RUN_BYTES)
+            return msgspec.json.decode(data, type=dict[str, Any])
+        except (HoldfastError, msgspec.MsgspecError):
+            return {}
+
+    def uncommit(self, folder: str) -> None:
+        """Let a checkpoint be one no more. Its bytes are debris from here on."""
+        self.storage.delete(layout.key(folder, layout.MANIFEST))
+        # Before any byte goes: a power cut must not bring the manifest back without them.
+        self.storage.sync(folder)
+
+    def clear(self, folder: str) -> None:
+        """Remove the bytes of an attempt. Who began it, and the word that it was given up, stay."""
+        self._clear(folder, {layout.ATTEMPT, layout.MANIFEST})
+
+    def remove(self, folder: str) -> None:
+        """Remove an attempt and the notes on it. Who began it goes last: until then one can see whose it is."""
+        self.clear(folder)
+        for name in self._note_names():
+            parsed = parse_note_name(name)
+            if parsed is not None and parsed.folder == folder:
+                self.storage.delete(layout.key(layout.NOTES, name))
+        self.storage.delete(layout.key(folder, layout.MANIFEST))
+        self.storage.delete(layout.key(folder, layout.ATTEMPT))
+        self.storage.sync("")
+
+    def _clear(self, folder: str, keep: set[str]) -> None:
+        for entry in self.storage.entries(folder):
+            if entry.is_folder:
+                self._clear(layout.key(folder, entry.name), set())
+            elif entry.name not in keep:
+                self.storage.delete(layout.key(folder, entry.name))
+
+    # Notes
+
+    def note(self, checkpoint: Checkpoint, **said: Any) -> None:
+        """Write down something about a checkpoint: `metrics` (encoded), `tag`, `untag` or `damage`."""
+        note = Note(checkpoint=checkpoint.digest, created=_now(), **said)
+        numbers = [parsed.number for parsed in map(parse_note_name, self._note_names()) if parsed is not None]
+        number = max(numbers, default=0) + 1
+        while True:
+            try:
+                self.storage.put(note_key(checkpoint.folder, number), encode_note(note))
+                break
+            except KeyExistsError:
+                number += 1
+        self.storage.sync(layout.NOTES)
+
+    def annotated(self, checkpoint: Checkpoint) -> Checkpoint:
+        """The checkpoint with what is said of it by now."""
+        return _annotated(checkpoint, self._notes())
+
+    def _note_names(self) -> list[str]:
+        return [entry.name for entry in self.storage.entries(layout.NOTES)]
+
+    def _notes(self) -> dict[str, list[Note]]:
+        """All notes by the folder that they are about, in order. One that cannot be read is no more than a note."""
+        found: dict[str, list[Note]] = {}
+        kept: dict[str, Note] = {}
+        parsed = [(name, parse_note_name(name)) for name in self._note_names()]
+        for name, told in sorted(((n, p) for n, p in parsed if p is not None), key=lambda pair: pair[1].number):
+            note = self._known_notes.get(name) or self._read_note(name)
+            if note is not None:
+                kept[name] = note
+                found.setdefault(told.folder, []).append(note)
+        self._known_notes = kept
+        return found
+
+    def _read_note(self, name: str) -> Note | None:
+        try:
+            return decode_note(self.storage.read(layout.key(layout.NOTES, name), _MAX_RUN_BYTES))
+        except KeyMissingError:
+            return None
+        except HoldfastError as error:
+            logger.warning("the note %s is passed over: %s", name, error)
+            return None
 
     def claim_folder(self, folder: str, world_size: int, **more: Any) -> str:
         """Take this name for an attempt, and give the claim; a KeyExistsError when somebody has it."""
         claim = uuid.uuid4().hex
         who = {
             "claim": claim,
-            "host": socket.gethostname(),
-            "process": os.getpid(),
+            **msgspec.to_builtins(this_process()),
             "started": _now(),
             "world_size": world_size,
             **more,
@@ -368,7 +499,7 @@ class Catalog:
 
     def _find_folder(self, folder: str) -> Checkpoint:
         try:
-            return self.read(folder)
+            return self.annotated(self.read(folder))
         except KeyMissingError:
             reason = "was never committed" if folder in self._names() else "is not there"
             raise CheckpointNotFoundError(f"{folder} {reason}", run=self.storage.url) from None
@@ -398,6 +529,35 @@ class Catalog:
         return f"the folder holds no checkpoint of Holdfast's, but: {foreign}"
 
 
+def goes_back_to(checkpoint: Checkpoint, sequence: int) -> bool:
+    """Whether the training that made a checkpoint had made, or restored, the one with that number on its way."""
+    line = checkpoint.manifest.line
+    place = bisect_right(line, sequence, key=lambda part: part[0]) - 1
+    return place >= 0 and sequence <= line[place][1]
+
+
+def lengthened(line: tuple[tuple[int, int], ...], sequence: int) -> tuple[tuple[int, int], ...]:
+    """A line with one more number at its end."""
+    if line and line[-1][1] == sequence - 1:
+        return (*line[:-1], (line[-1][0], sequence))
+    return (*line, (sequence, sequence))
+
+
+def line_after(line: Sequence[Checkpoint]) -> tuple[tuple[int, int], ...]:
+    """The numbers that whatever continues a line goes back to."""
+    if line and line[0].manifest.line:
+        return lengthened(line[0].manifest.line, line[0].sequence)
+    ranges: tuple[tuple[int, int], ...] = ()
+    for checkpoint in reversed(line):
+        ranges = lengthened(ranges, checkpoint.sequence)
+    return ranges
+
+
+def _annotated(checkpoint: Checkpoint, notes: Mapping[str, list[Note]]) -> Checkpoint:
+    found = tuple(note for note in notes.get(checkpoint.folder, ()) if note.checkpoint == checkpoint.digest)
+    return replace(checkpoint, notes=found) if found else checkpoint
+
+
 def choose(scan: Scan, selector: Selector) -> Checkpoint | None:
     """The checkpoint that a selector means among those of a scan."""
     if selector.kind == "step":
@@ -412,15 +572,19 @@ def choose(scan: Scan, selector: Selector) -> Checkpoint | None:
 
 
 def _best(scan: Scan, selector: Selector) -> Checkpoint | None:
+    sound = [found for found in scan.checkpoints if not found.damage]
+    return best_of(sound, selector.name or _only_metric(scan), selector.mode)
+
+
+def best_of(among: Sequence[Checkpoint], metric: str, mode: str) -> Checkpoint | None:
     """The best by a stored metric. NaN ranks worst and ties go to the newer one."""
-    metric = selector.name or _only_metric(scan)
-    sign = -1.0 if selector.mode == "max" else 1.0
+    sign = -1.0 if mode == "max" else 1.0
 
     def rank(checkpoint: Checkpoint) -> tuple[bool, float, int]:
         value = _as_float(checkpoint.metrics[metric])
         return (value != value, sign * value if value == value else 0.0, -checkpoint.sequence)
 
-    ranked = [found for found in scan.checkpoints if isinstance(found.metrics.get(metric), int | float)]
+    ranked = [found for found in among if isinstance(found.metrics.get(metric), int | float)]
     return min(ranked, key=rank, default=None)
 
 

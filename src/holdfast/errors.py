@@ -9,10 +9,12 @@
     |-- StateMismatchError (RuntimeError)              checkpoint and live objects do not fit together
     |-- GuardMismatchError (ValueError)                a guarded value differs
     |-- SaveFailedError                                a save did not commit
+    |-- RunInUseError (RuntimeError)                   another process writes to the run
     |-- RankError (TimeoutError)                       another rank did not answer in time
     |-- StorageError (OSError)                         the storage refused or failed
     |   |-- KeyExistsError (FileExistsError)           a name is written once, and it was
     |   `-- KeyMissingError (FileNotFoundError)
+    |       `-- AttemptClosedError                     an attempt that can never be committed any more
     `-- UnsafeContentError                             content that could run code or escape its target
 
 Every error is made from fields, so that it can cross to other ranks as its type and fields and be the same there.
@@ -27,6 +29,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 __all__ = [
+    "AttemptClosedError",
     "CheckpointNotFoundError",
     "ClosedError",
     "CorruptCheckpointError",
@@ -35,6 +38,7 @@ __all__ = [
     "KeyExistsError",
     "KeyMissingError",
     "RankError",
+    "RunInUseError",
     "SaveFailedError",
     "StateMismatchError",
     "StorageError",
@@ -198,6 +202,21 @@ class SaveFailedError(HoldfastError):
     """A save did not commit. Every older checkpoint is untouched."""
 
 
+class RunInUseError(HoldfastError, RuntimeError):
+    """Another process writes to the run: `process` on `host`, heard of last `age_seconds` ago."""
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        host: str = "",
+        process: int | None = None,
+        age_seconds: float | None = None,
+        **where: Any,
+    ) -> None:
+        super().__init__(problem, host=host, process=process, age_seconds=age_seconds, **where)
+
+
 class RankError(HoldfastError, TimeoutError):
     """Another rank did not answer in time, or the ranks called different things."""
 
@@ -227,6 +246,10 @@ class KeyExistsError(StorageError, FileExistsError):
 
 class KeyMissingError(StorageError, FileNotFoundError):
     """The storage holds nothing under this name."""
+
+
+class AttemptClosedError(KeyMissingError):
+    """An attempt that was given up for good: there is no manifest in it, and there never will be."""
 
 
 class UnsafeContentError(HoldfastError):

@@ -18,14 +18,16 @@ import torch
 
 from holdfast._version import __version__
 from holdfast.background import Saved
-from holdfast.catalog import Catalog
+from holdfast.catalog import Catalog, lengthened, line_after
 from holdfast.errors import KeyMissingError, StorageError
+from holdfast.lease import Lease
 from holdfast.records import layout
 from holdfast.records.codec import Json
 from holdfast.records.facts import Facts, Listing
 from holdfast.records.manifest import MeshRecord, TensorRecord, TreeRecord
 from holdfast.records.state import Brief, Duty, FrozenEntry, Inventory, SavePlan
 from holdfast.stages.plan import GlobalPlan, frozen_guards, plan
+from holdfast.survivors import wait_for_survivors
 
 logger = logging.getLogger("holdfast")
 
@@ -50,12 +52,22 @@ class SaveRequest:
     guards: Mapping[str, Json] = field(default_factory=dict)
     tags: Sequence[str] = ()
     assets: Sequence[Path] = ()
+    links: bool = True
 
 
 class Leader:
     """What the leader keeps from save to save: the plan, and which steps the line of the run has."""
 
-    def __init__(self, catalog: Catalog, size: int, *, claims: bool, staging_limit_bytes: int | None) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        size: int,
+        *,
+        claims: bool,
+        staging_limit_bytes: int | None,
+        timeout_seconds: float,
+    ) -> None:
+        self._timeout_seconds = timeout_seconds
         self._catalog = catalog
         self._size = size
         self._claims = claims
@@ -70,6 +82,8 @@ class Leader:
         self._line: dict[int, str] | None = None
         self._line_head: str | None = None
         self._attempts: dict[int, int] | None = None
+        self._ranges: tuple[tuple[int, int], ...] = ()
+        self._lease: Lease | None = None
         self.listing = Listing((), ())
 
     @property
@@ -120,6 +134,9 @@ class Leader:
             config=request.config,
             guards={**request.guards, **frozen_guards(self._frozen)},
             tags=tuple(request.tags),
+            line=self._ranges,
+            lease=self.lease,
+            links=request.links,
             versions={"holdfast": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
         )
 
@@ -127,6 +144,28 @@ class Leader:
         if self._line is not None:
             self._line[step] = saved.folder
             self._line_head = saved.digest
+            self._ranges = lengthened(self._ranges, saved.sequence)
+
+    @property
+    def lease(self) -> int:
+        """The number under which this process writes, 0 as long as it has not."""
+        return self._lease.number if self._lease is not None else 0
+
+    def hold_run(self) -> None:
+        """Become the run's only writer, or make sure that this process still is."""
+        if self._lease is not None:
+            self._lease.require()
+            return
+        # What a writer without its training is about to commit comes before us, and is not taken from it.
+        wait_for_survivors(self._catalog, self._timeout_seconds / 2)
+        self._lease = Lease.acquire(self._catalog.storage)
+        self._catalog.close_attempts(self._lease.number)
+        self.forget()
+
+    def release_run(self) -> None:
+        """Let another process write to the run."""
+        if self._lease is not None:
+            self._lease.release()
 
     def forget(self) -> None:
         """Something went wrong: look at the run anew before the next save."""
@@ -145,10 +184,11 @@ class Leader:
 
     def _start(self, request: SaveRequest, duties: tuple[Duty, ...]) -> SavePlan:
         self._check_room()
+        self.hold_run()
         streamed = not self._claims and self._must_stream()
         if self._claims or streamed:
             self._catalog.open_run()
-            folder, claim = self._catalog.claim(request.step, self._size)
+            folder, claim = self._catalog.claim(request.step, self._size, lease=self.lease)
         else:
             folder, claim = self._name(request.step), uuid.uuid4().hex
         return SavePlan(folder, self._number, duties, claim=claim, streamed=streamed)
@@ -194,6 +234,7 @@ class Leader:
         if self._line is None or self._line_head != request.parent:
             found = self._catalog.lineage(request.parent, self._catalog.scan())
             self._line = {checkpoint.step: checkpoint.folder for checkpoint in reversed(found)}
+            self._ranges = line_after(found)
             self._line_head = request.parent
         folder = self._line.get(request.step)
         if folder is None:

@@ -7,7 +7,8 @@ decided by the leader; a checkpoint that is damaged for one rank is damaged for 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ from holdfast.errors import (
     StorageError,
     UsageError,
 )
+from holdfast.lease import reading
 from holdfast.memory import collector_paused
 from holdfast.naming import kind_of
 from holdfast.progress import Progress
@@ -71,6 +73,7 @@ class Loaded:
     missing: tuple[str, ...]
     skipped: tuple[str, ...]
     passed_over: tuple[Skipped, ...]
+    damaged: Mapping[Checkpoint, str] = field(default_factory=dict)
 
 
 class _Candidate(msgspec.Struct, frozen=True, array_like=True):
@@ -120,15 +123,19 @@ def _load(request: LoadRequest, catalog: Catalog, ranks: Ranks) -> Loaded | None
     choice = on_leader(ranks, "resolve", lambda: _resolve(catalog, request.selector), returns=_Choice)
     passed_over = [Skipped(*pair) for pair in choice.passed_over]
     damaged: list[str] = []
+    aside: dict[Checkpoint, str] = {}
     for candidate in choice.candidates:
         attempt = _Attempt(candidate, request, catalog, ranks)
-        verdict = ranks.decide("fit", attempt.fit, attempt.judge, sends=_Fit, returns=_Verdict)
-        damage = verdict.damage or ranks.decide("check", attempt.check, _union, sends=_Texts, returns=_Texts)
-        if not damage:
-            # Components' own code first, on all ranks: if one of them refuses, no tensor has changed on any.
-            together(ranks, "restore values", attempt.restore_values, sends=None)
-            together(ranks, "restore tensors", attempt.restore_tensors, sends=None)
-            return attempt.loaded(verdict, passed_over)
+        with _said_to_be_read(candidate, catalog, ranks):
+            verdict = ranks.decide("fit", attempt.fit, attempt.judge, sends=_Fit, returns=_Verdict)
+            damage = verdict.damage or ranks.decide("check", attempt.check, _union, sends=_Texts, returns=_Texts)
+            if not damage:
+                # Components' own code first, on all ranks: if one of them refuses, no tensor has changed on any.
+                together(ranks, "restore values", attempt.restore_values, sends=None)
+                together(ranks, "restore tensors", attempt.restore_tensors, sends=None)
+                return attempt.loaded(verdict, passed_over, aside)
+        if attempt.opened is not None:
+            aside[attempt.opened] = damage[0]
         damaged += [f"{candidate.folder}: {text}" for text in damage]
         passed_over += [Skipped(candidate.folder, text) for text in damage[:1]]
         if request.selector.may_fall_back and ranks.rank == 0:
@@ -142,6 +149,19 @@ def _load(request: LoadRequest, catalog: Catalog, ranks: Ranks) -> Loaded | None
             advice="no live object was changed",
         )
     return None
+
+
+@contextmanager
+def _said_to_be_read(candidate: _Candidate, catalog: Catalog, ranks: Ranks) -> Iterator[None]:
+    """The leader says it, before any rank looks at the manifest again, and for all of them."""
+    with ExitStack() as stack:
+        on_leader(
+            ranks,
+            "say that it is read",
+            lambda: stack.enter_context(reading(catalog.storage, candidate.folder)),
+            returns=None,
+        )
+        yield
 
 
 def _union(found: list[_Texts]) -> _Texts:
@@ -249,14 +269,19 @@ class _Attempt:
         self._fill_live()
         restore_tensors(self.fitted, self.request.components)
 
-    def loaded(self, verdict: _Verdict, passed_over: Sequence[Skipped]) -> Loaded:
+    def loaded(self, verdict: _Verdict, passed_over: Sequence[Skipped], damaged: Mapping[Checkpoint, str]) -> Loaded:
         return Loaded(
             self.checkpoint,
             restored=tuple(one.component for one in self.fitted),
             missing=(*self.absent, *verdict.missing),
             skipped=(*self.skipped, *verdict.unexpected, *self._left_out()),
             passed_over=tuple(passed_over),
+            damaged=damaged,
         )
+
+    @property
+    def opened(self) -> Checkpoint | None:
+        return getattr(self, "checkpoint", None)
 
     def _left_out(self) -> list[str]:
         return [f"{leaf}: left out by exclude" for one in self.fitted for leaf in sorted(one.left_out)]

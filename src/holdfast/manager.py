@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,23 +14,28 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Literal, Self, TypeVar, get_args
 
-from holdfast.catalog import Catalog, Checkpoint
+from holdfast.catalog import Catalog, Checkpoint, choose
 from holdfast.components import RNGState
-from holdfast.errors import CheckpointNotFoundError, ClosedError, UsageError
+from holdfast.errors import CheckpointNotFoundError, ClosedError, HoldfastError, RunInUseError, UsageError
 from holdfast.handle import SaveHandle
+from holdfast.housekeeping import Housekeeper
 from holdfast.leading import SaveRequest
 from holdfast.loading import Loaded, LoadRequest, Verify, load
 from holdfast.naming import kind_of
+from holdfast.pacing import Pace
+from holdfast.policies import KeepPolicy, Trigger
 from holdfast.ranks import on_leader, torch_ranks
 from holdfast.records.codec import encode
 from holdfast.records.events import Event
 from holdfast.records.layout import check_component_name, check_step
+from holdfast.records.linknames import LinkTemplate
 from holdfast.records.selector import Selector, check_tag, parse_selector
 from holdfast.records.strategy import LoadStrategy
 from holdfast.requests import (
     agree_on,
     agree_on_run,
     check_callable,
+    check_epoch,
     check_limit,
     check_timeout,
     encoded,
@@ -38,6 +44,7 @@ from holdfast.requests import (
 )
 from holdfast.saving import Saver
 from holdfast.stages.resolve import Location, locate
+from holdfast.stages.retain import Decision
 from holdfast.staging import ChosenMode
 from holdfast.storage.base import Storage
 from holdfast.storage.registry import open_storage
@@ -79,6 +86,8 @@ class CheckpointManager:
     run: the folder or URL that holds the run's checkpoints.
     state: the components by name: models, optimizers, schedulers, loaders, anything with `state_dict` and
         `load_state_dict`. `PerRank`, `Shared` and `Trainable` say more about one.
+    save: when `step` saves: `Every`, `At`, `OnLastStep`, `OnSignal`, `TimeLimit`, combined with `|`. None never does.
+    keep: what stays: `KeepLast`, `KeepBest`, `KeepEvery`, `KeepTagged`, `KeepAll`, combined with `|`. None keeps all.
     mode: when `save` returns. "sync": when the checkpoint is committed. "async": when the state is copied to memory of
         its own, from which a writer process saves it. "async_pinned": at once, while a GPU's copies are under way; the
         next step of the optimizers in `state` waits for them on the device. "async_device": the same from a clone on
@@ -94,8 +103,10 @@ class CheckpointManager:
     timeout: seconds to wait for the other ranks, or for a disk that stands still, before a call fails on all ranks.
     staging_limit_bytes: the memory that copies of a rank's state may take. A save that needs more is written in pieces
         before `save` returns.
+    links: whether there are links `latest` and `best` in the run for people, and, given a template such as
+        "{name}--{val_loss:.3f}-{step}", one more for each checkpoint.
     on_event: a function that gets an `Event` when a save or a restore started, was staged, written, committed, failed,
-        was restored. It is called in the thread where that happens, and what it raises is logged.
+        was restored, or pruned. It is called in the thread where that happens, and what it raises is logged.
 
     Every method that saves or restores is called on all ranks, in the same order. All of them return the same or raise
     the same.
@@ -106,6 +117,8 @@ class CheckpointManager:
         run: Location,
         state: Mapping[str, Any],
         *,
+        save: Trigger | None = None,
+        keep: KeepPolicy | None = None,
         mode: ChosenMode = "auto",
         rng: bool = True,
         config: Any = None,
@@ -117,6 +130,7 @@ class CheckpointManager:
         verify: Verify = "full",
         timeout: float = _DEFAULT_TIMEOUT_SECONDS,
         staging_limit_bytes: int | None = None,
+        links: bool | str | LinkTemplate = True,
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
         check_timeout(timeout)
@@ -136,6 +150,9 @@ class CheckpointManager:
             _check_stage(pipeline_stage)
             check_limit(staging_limit_bytes)
             check_callable("on_event", on_event)
+            _check_policies(save, keep)
+            self._links = _checked_links(links)
+            self._pace = Pace(save, self._ranks)
             self._components = _checked_components(state, rng)
             self._config = encode(config, path="config", on_tensor=None)
             self._assets = _checked_assets(assets) if self._ranks.rank == 0 else ()
@@ -152,6 +169,76 @@ class CheckpointManager:
             timeout_seconds=timeout,
             on_event=on_event,
         )
+        # Weak, so that a manager that is dropped without being closed is gone at once, with its writer.
+        saver = weakref.proxy(self._saver)
+        self._housekeeper = Housekeeper(
+            self._catalog,
+            keep=keep,
+            links=self._links,
+            may_write=lambda: saver.hold_run(),
+            in_use=lambda: {saver.head},
+            tell=lambda event: saver.tell(event),
+        )
+        self._saver.on_commit = self._housekeeper.tidy_behind
+        if save is not None:
+            self._hold_run()
+
+    def _hold_run(self) -> None:
+        """Whoever means to save finds out here, and not hours later, that somebody else does."""
+        try:
+            on_leader(self._ranks, "become the writer", self._become_writer, returns=None)
+        except BaseException:
+            self._pace.close()
+            raise
+
+    def _become_writer(self) -> None:
+        self._saver.hold_run()
+        # What a crash left behind is cleared away now.
+        self._housekeeper.tidy_behind()
+
+    def should_save(self, step: int, *, epoch: int | None = None, metrics: Mapping[str, Any] | None = None) -> bool:
+        """Whether `step` would save now. Changes nothing. Where a clock or a signal decides, all ranks must ask."""
+        self._check_open()
+        encoded_metrics(metrics)
+        return self._pace.ask(check_step(step), check_epoch(epoch)).save
+
+    def step(
+        self,
+        step: int,
+        *,
+        epoch: int | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        progress: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """Call it after every training step: it saves when `save=` says so, and raises what failed, once.
+
+        True: a signal or a time limit asks to stop, and this step is saved and committed. On all ranks alike. `epoch`
+        is how many epochs are done by now.
+        """
+        self._check_open()
+        if self._ranks.size == 1:
+            # With several ranks the next save does: one rank would hear of it some steps before another.
+            self._saver.poll()
+        wish = self._pace.ask(check_step(step), check_epoch(epoch))
+        self._pace.note_step(epoch)
+        if wish.stop:
+            self._save_and_stop(step, wish.reasons, metrics=metrics, progress=progress, extra=extra)
+        elif wish.save:
+            self.save(step, metrics=metrics, progress=progress, extra=extra)
+        return wish.stop
+
+    def _save_and_stop(self, step: int, reasons: Sequence[str], **said: Mapping[str, Any] | None) -> None:
+        if self._ranks.rank == 0:
+            logger.warning("saving step %d and stopping: %s", step, ", ".join(reasons))
+        try:
+            self.save(step, wait=True, **said)  # type: ignore[arg-type]
+        except (RunInUseError, UsageError):
+            raise
+        except HoldfastError as error:
+            # It may be what failed before, and nobody had heard of. There will be no other time to save this.
+            logger.error("%s; trying once more", error)
+            self.save(step, wait=True, **said)  # type: ignore[arg-type]
 
     def save(
         self,
@@ -184,9 +271,11 @@ class CheckpointManager:
                 guards=encoded("guards", guards),
                 tags=() if tag is None else (check_tag(tag),),
                 assets=self._assets,
+                links=self._links is not False,
             )
 
         pending = self._saver.save(step, request)
+        self._pace.note_save()
         if pending.skipped and (tag or metrics or progress or extra or guards) and self._ranks.rank == 0:
             logger.warning("step %d was committed before; what this save says besides is not kept", step)
         handle = SaveHandle(pending, self._catalog)
@@ -215,6 +304,7 @@ class CheckpointManager:
         catalog, chosen, explicit = self._locate_together(selector)
         if self._resume == "never" and not explicit:
             return RestoreResult(resumed=False)
+        own_run = catalog is self._catalog
         request = LoadRequest(chosen, self._components, strategy, wanted, self._pipeline_stage, self._verify)
         loaded = load(request, catalog, self._ranks)
         if loaded is None:
@@ -226,8 +316,16 @@ class CheckpointManager:
                 )
             return RestoreResult(resumed=False)
         self._source, self._strategy = (catalog, loaded.checkpoint), strategy
+        if own_run:
+            self._set_aside(loaded.damaged)
         self._tell_restored(loaded.checkpoint, time.monotonic() - started)
-        return self._resumed(loaded, strategy, own_run=catalog is self._catalog)
+        return self._resumed(loaded, strategy, own_run=own_run)
+
+    def _set_aside(self, damaged: Mapping[Checkpoint, str]) -> None:
+        """Have it written down, by whoever writes to the run: a mere reader leaves it as it is."""
+        self._housekeeper.set_aside(damaged)
+        if damaged and self._saver.lease:
+            self._housekeeper.tidy_behind()
 
     def attach(self, name: str, component: Any) -> bool:
         """Add a component that did not exist yet. If the restored checkpoint has its state, it gets it now: True."""
@@ -274,6 +372,67 @@ class CheckpointManager:
             return None
         return catalog.find(chosen)
 
+    def report(self, step: int, metrics: Mapping[str, Any]) -> bool:
+        """Add metrics to the checkpoint of a step after it was saved: ranking and `best` follow. False, and a warning,
+        when there is no such checkpoint; it may have been removed."""
+        self._check_open()
+        said = self._on_all("report", lambda: encoded_metrics(metrics), same=f"{check_step(step)} {sorted(metrics)}")
+        return on_leader(self._ranks, f"report of step {step}", lambda: self._report(step, said), returns=bool)
+
+    def _report(self, step: int, metrics: dict[str, Any]) -> bool:
+        pending = self._saver.pending
+        if pending is not None and pending.step == step and not pending.done():
+            self._housekeeper.do_behind(lambda: pending.wait() and self._note(step, metrics=metrics))
+            return True
+        return self._note(step, metrics=metrics)
+
+    def _note(self, step: int, **said: Any) -> bool:
+        found = choose(self._catalog.glance(), Selector("step", step=step))
+        if found is None:
+            logger.warning("there is no checkpoint of step %d any more to add metrics to", step)
+            return False
+        self._catalog.note(found, **said)
+        self._housekeeper.tidy_behind()
+        return True
+
+    def tag(self, selector: str | int, tag: str) -> None:
+        """Give a checkpoint a name. It is never removed as long as it has one."""
+        self._annotate(selector, tag=check_tag(tag))
+
+    def untag(self, selector: str | int, tag: str) -> None:
+        """Take a name back. One that the checkpoint does not have is an error."""
+        self._annotate(selector, untag=check_tag(tag))
+
+    def _annotate(self, selector: str | int, *, tag: str = "", untag: str = "") -> None:
+        self._check_open()
+        self._saver.drain()
+
+        def work() -> None:
+            found = self._catalog.find(parse_selector(selector))
+            if untag and untag not in found.tags:
+                raise CheckpointNotFoundError(f"'{selector}' has no tag '{untag}'", run=self._catalog.storage.url)
+            self._catalog.note(found, tag=tag, untag=untag)
+            self._housekeeper.tidy_behind()
+
+        on_leader(self._ranks, "annotate", work, returns=None)
+
+    def retention(self) -> list[Decision]:
+        """What `keep` would keep and remove now, each with its reasons, the latest first. Does nothing."""
+        return self._housekeeper.plan()
+
+    def prune(self) -> list[Decision]:
+        """Remove what `keep` does not keep, now, and not after the next save. Gives what was decided."""
+        self._check_open()
+        self._saver.drain()
+        decided: list[Decision] = []
+
+        def work() -> None:
+            self._housekeeper.wait()
+            decided.extend(self._housekeeper.tidy())
+
+        on_leader(self._ranks, "prune", work, returns=None)
+        return decided or self.retention()
+
     @property
     def is_pending(self) -> bool:
         """Whether a save is under way."""
@@ -304,7 +463,13 @@ class CheckpointManager:
         Idempotent."""
         if not self._closed:
             self._closed = True
+            self._finish_housework()
             self._saver.close()
+
+    def _finish_housework(self) -> None:
+        self._saver.drain()
+        self._housekeeper.close()
+        self._pace.close()
 
     def __enter__(self) -> Self:
         return self
@@ -314,6 +479,7 @@ class CheckpointManager:
     ) -> None:
         if not self._closed:
             self._closed = True
+            self._finish_housework()
             self._saver.close_after(error)
 
     def __repr__(self) -> str:
@@ -383,6 +549,7 @@ class CheckpointManager:
         }
         if not strategy.progress:
             return RestoreResult(resumed=False, **parts)
+        self._pace.note_start(None)
         if own_run:
             self._saver.head = checkpoint.digest
         if self._ranks.rank == 0:
@@ -400,6 +567,21 @@ class CheckpointManager:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the manager was closed", run=self._catalog.storage.url, advice="build a new one")
+
+
+def _check_policies(save: object, keep: object) -> None:
+    if save is not None and not isinstance(save, Trigger):
+        raise UsageError(f"save={save!r:.100}", advice="give a trigger such as Every(steps=500), or several with |")
+    if keep is not None and not isinstance(keep, KeepPolicy):
+        raise UsageError(f"keep={keep!r:.100}", advice="give a policy such as KeepLast(3), or several with |")
+
+
+def _checked_links(links: object) -> bool | LinkTemplate:
+    if isinstance(links, bool | LinkTemplate):
+        return links
+    if isinstance(links, str):
+        return LinkTemplate(links)
+    raise UsageError(f"links={links!r:.100}", advice="give True, False, or a template such as '{name}-{step}'")
 
 
 def _checked_strategy(strategy: object) -> LoadStrategy:

@@ -26,6 +26,7 @@ _FIRST_PAUSE_SECONDS = 0.0002
 _LONGEST_PAUSE_SECONDS = 0.05
 # Followers wait longer than the leader, so that its word about who is missing reaches them before they give up.
 _GRACE_SECONDS = 5.0
+_REMEMBERED_WORDS = 64
 
 
 class Ranks(Protocol):
@@ -58,6 +59,16 @@ class Ranks(Protocol):
 
     def pulse(self) -> None:
         """Say, in the middle of one's part of a decision, that it goes on: whoever waits waits for longer then."""
+
+    def leaders_word(self, say: Callable[[], bytes]) -> bytes:
+        """What the leader says now: `say`, called on the leader alone, which may not fail. Cheap enough for every step:
+        one message, that the others fetch, and no answer."""
+
+    def flag(self, texts: list[str]) -> None:
+        """Let the leader know something, whenever it looks."""
+
+    def flags(self) -> list[str]:
+        """What the last rank that had something to say wants the leader to know."""
 
     def part(self, seconds: float) -> None:
         """The last call: the leader stays, for so long at most, until all others have heard what it said."""
@@ -100,6 +111,15 @@ class Alone:
 
     def pulse(self) -> None:
         pass
+
+    def leaders_word(self, say: Callable[[], bytes]) -> bytes:
+        return say()
+
+    def flag(self, texts: list[str]) -> None:
+        pass
+
+    def flags(self) -> list[str]:
+        return []
 
     def part(self, seconds: float) -> None:
         pass
@@ -144,6 +164,8 @@ class StoreRanks:
         self._leftover: list[str] = []
         self._pulses = 0
         self._pulses_seen: dict[int, bytes] = {}
+        self._words = 0
+        self._said: list[tuple[int, bytes]] = []
         self.rank = rank
         self.size = size
 
@@ -186,6 +208,24 @@ class StoreRanks:
     def pulse(self) -> None:
         self._pulses += 1
         self._store.set(self._pulse_key(self.rank), str(self._pulses).encode())
+
+    def leaders_word(self, say: Callable[[], bytes]) -> bytes:
+        self._words += 1
+        if self.rank != 0:
+            return self._hear(self._words)
+        word = say()
+        if word:
+            self._said = [*self._said, (self._words, word)][-_REMEMBERED_WORDS:]
+        # One key, written over each time, with all that was said of late: a rank may be some steps behind.
+        self._store.set(f"{self._name}/word", msgspec.msgpack.encode((self._words, self._said)))
+        return word
+
+    def flag(self, texts: list[str]) -> None:
+        self._store.set(f"{self._name}/flag", msgspec.msgpack.encode(texts))
+
+    def flags(self) -> list[str]:
+        found = self._store.get(f"{self._name}/flag")
+        return msgspec.msgpack.decode(found, type=list[str]) if found is not None else []
 
     def part(self, seconds: float) -> None:
         # The store may end with the leader's process, and a word that nobody fetched would be lost with it.
@@ -258,6 +298,21 @@ class StoreRanks:
                 deadline = time.monotonic() + self._timeout_seconds + _GRACE_SECONDS
             self._store.pause(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
+
+    def _hear(self, number: int) -> bytes:
+        """What the leader said when it was asked for the so-manieth time."""
+        deadline = time.monotonic() + self._timeout_seconds
+        pause = 0.0
+        while True:
+            found = self._store.get(f"{self._name}/word")
+            if found is not None:
+                told, said = msgspec.msgpack.decode(found, type=tuple[int, list[tuple[int, bytes]]])
+                if told >= number:
+                    return next((word for spoken, word in said if spoken == number), b"")
+            if time.monotonic() > deadline:
+                raise self._nobody("the leader's word", [0])
+            self._store.pause(pause)
+            pause = min(max(pause * 1.5, _FIRST_PAUSE_SECONDS / 4), _LONGEST_PAUSE_SECONDS)
 
     def _all_alive(self, ranks: list[int]) -> bool:
         """Whether each of them has given a sign since this was asked last."""

@@ -29,6 +29,12 @@ def check_timeout(timeout: object) -> None:
         raise UsageError(f"timeout={timeout!r}", advice="give a positive number of seconds")
 
 
+def check_epoch(epoch: object) -> int | None:
+    if epoch is not None and (isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0):
+        raise UsageError(f"epoch={epoch!r:.40}", advice="give the number of epochs that are done, an int from 0 on")
+    return epoch
+
+
 def check_limit(limit: object) -> None:
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
         raise UsageError(f"staging_limit_bytes={limit!r}", advice="give a number of bytes, or None for no limit")

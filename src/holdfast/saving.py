@@ -71,6 +71,8 @@ class Saver:
     staging_limit_bytes: the memory that staging may take on a rank; a save that needs more is written in pieces, from
         the tensors' own memory, before the call returns.
     on_event: is called with every `Event`, from whatever thread it happens in; what it raises is logged.
+
+    `on_commit` can be set: it is called on the leader after each commit, from whatever thread that happens in.
     """
 
     def __init__(
@@ -85,13 +87,20 @@ class Saver:
     ) -> None:
         self.events: deque[Event] = deque(maxlen=_REMEMBERED_EVENTS)
         self.head: str | None = None
+        self.on_commit: Callable[[], None] = lambda: None
         self._catalog = catalog
         self._ranks = ranks
         self._mode: ChosenMode = mode
         self._timeout_seconds = timeout_seconds
         self._on_event = on_event
         self._capturer = Capturer()
-        self._leader = Leader(catalog, ranks.size, claims=mode == "sync", staging_limit_bytes=staging_limit_bytes)
+        self._leader = Leader(
+            catalog,
+            ranks.size,
+            claims=mode == "sync",
+            staging_limit_bytes=staging_limit_bytes,
+            timeout_seconds=timeout_seconds,
+        )
         self._plan: _RankPlan | None = None
         self._stager = Stager()
         self._writer: Writer | None = None
@@ -150,6 +159,20 @@ class Saver:
         with Progress(label, total, shown=self._ranks.rank == 0) as progress:
             while not pending.wait(_LOOK_SECONDS):
                 progress.set(min(pending.written_bytes(), total))
+
+    @property
+    def pending(self) -> PendingSave | None:
+        """The save that is under way, or the last one."""
+        return self._pending
+
+    @property
+    def lease(self) -> int:
+        """The number under which this process writes to the run; 0 as long as it has not."""
+        return self._leader.lease
+
+    def hold_run(self) -> None:
+        """Become the run's only writer, or make sure that this process still is. For the leader alone."""
+        self._leader.hold_run()
 
     def before_update(self) -> None:
         """Make the devices wait for copies that still read, before the training changes what they read."""
@@ -339,8 +362,11 @@ class Saver:
     def _commit(self, work: _Work, receipts: list[Receipt]) -> Saved:
         facts = self._leader.facts(work.request, work.decided.folder)
         checkpoint = commit(facts, self._leader.listing, receipts, self._catalog)
-        self._catalog.point_latest(checkpoint.folder)
-        return Saved(checkpoint.folder, checkpoint.digest, size_bytes=checkpoint.size_bytes)
+        if facts.links:
+            self._catalog.point_latest(checkpoint.folder)
+        return Saved(
+            checkpoint.folder, checkpoint.digest, size_bytes=checkpoint.size_bytes, sequence=checkpoint.sequence
+        )
 
     # Written behind the training
 
@@ -483,6 +509,8 @@ class Saver:
                 path,
             )
         pending.tell("committed", size_bytes=saved.size_bytes, path=path)
+        if self._ranks.rank == 0:
+            self.on_commit()
 
     def tell(self, event: Event) -> None:
         self.events.append(event)
@@ -501,6 +529,7 @@ class Saver:
         if writer is not None:
             writer.leave()
         self._stager.close()
+        self._leader.release_run()
         self._backstage.stop()
         behind, self._behind = self._behind, None
         if behind is not None:

@@ -1,17 +1,19 @@
-"""The command line: `holdfast ls`, `show`, `verify`. Words enter, text and an exit code leave. Imports no torch.
+"""The command line: `holdfast ls`, `show`, `verify`, `tag`, `prune`. Words enter, text and an exit code leave.
 
 A command is a function that prints and returns its exit code; what it raises becomes a line and a code in one place.
+None of them imports torch.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Annotated
 
 import typer
 
 from holdfast._version import __version__
-from holdfast.cli import ls, show, verify
-from holdfast.cli.output import as_command, forgive_encoding
+from holdfast.cli import ls, prune, show, tag, verify
+from holdfast.cli.output import as_command, forgive_encoding, print_note
 
 __all__ = ["app", "main"]
 
@@ -28,12 +30,21 @@ app = typer.Typer(
 app.command("ls")(as_command(ls.ls))
 app.command("show", cls=show.ShowCommand)(as_command(show.show))
 app.command("verify")(as_command(verify.verify))
+app.command("tag")(as_command(tag.tag))
+app.command("prune")(as_command(prune.prune))
 
 
 def main() -> None:
     """The entry point of the `holdfast` script."""
     forgive_encoding()
     app(prog_name="holdfast")
+
+
+class _Notes(logging.Handler):
+    """What the library warns of, as a note. Python itself would print it as it is, with names that a file holds."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print_note(record.getMessage())
 
 
 def _print_version(wanted: bool) -> None:
@@ -44,11 +55,12 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _about(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Look at the checkpoints of a training run, and check them to the byte.
+    """Look at the checkpoints of a training run, check them to the byte, tag them, and prune them.
 
     SOURCE is a run's folder, a checkpoint's folder, its manifest.json, a link such as RUN/latest, or RUN@SELECTOR.
     A selector is 'latest', 'best', 'best:METRIC', 'best:METRIC:max', a step, a tag or a folder's name.
@@ -58,10 +70,15 @@ def _about(
       holdfast ls runs/tiny
       holdfast show runs/tiny@best:val_loss
       holdfast verify runs/tiny --all
+      holdfast tag runs/tiny@500 release
+      holdfast prune runs/tiny --keep-last 3 --keep-best val_loss:2
 
     \b
     Exit codes:
       0  sound
       1  damaged
-      2  a wrong argument, nothing there, a newer format, or a storage that failed
+      2  a wrong argument, nothing there, a newer format, a run in use, or a storage that failed
     """
+    notes = _Notes(logging.WARNING)
+    logging.getLogger("holdfast").addHandler(notes)
+    context.call_on_close(lambda: logging.getLogger("holdfast").removeHandler(notes))

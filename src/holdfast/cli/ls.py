@@ -1,4 +1,4 @@
-"""`holdfast ls`: what a run holds, as a table or as JSON. Reads manifests alone, imports no torch."""
+"""`holdfast ls`: what a run holds, as a table or as JSON. Reads manifests and notes alone, imports no torch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from holdfast.catalog import Checkpoint, Scan
 from holdfast.cli.output import cell, count_text, cut, print_json, size_text, stdout, table
 from holdfast.cli.sources import Unreadable, exit_code_of, local_time, open_run, scan_run, unreadable
 from holdfast.records.codec import Json, plain
 from holdfast.records.layout import folder_name
+from holdfast.records.notes import sum_up
 
 _SHOWN_METRICS = 4
 _NAME_CHARACTERS = 40
@@ -23,8 +25,8 @@ def ls(
 ) -> int:
     """List the checkpoints of a run, the latest first.
 
-    Below them stands what was never committed and what is damaged. Only manifests are read: 'holdfast verify' checks
-    the bytes.
+    Below them stands what a restore found damaged, what was never committed, and manifests that are damaged. Only
+    manifests and notes are read: 'holdfast verify' checks the bytes.
 
     \b
     Examples:
@@ -45,6 +47,12 @@ def ls(
     else:
         _print(catalog.storage.url, scan, broken)
     return exit_code_of(broken)
+
+
+def metrics_of(checkpoint: Checkpoint) -> dict[str, Json]:
+    """The metrics of the save and those that came late, for people. Unlike `Checkpoint.metrics` it fails on nothing."""
+    late = sum_up(checkpoint.notes, ()).metrics
+    return {name: plain(value) for name, value in {**checkpoint.manifest.metrics, **late}.items()}
 
 
 def _as_json(url: str, scan: Scan, broken: list[Unreadable]) -> dict[str, Any]:
@@ -70,8 +78,9 @@ def _checkpoint_json(checkpoint: Checkpoint, *, latest: bool) -> dict[str, Any]:
         "created": manifest.created,
         "size_bytes": manifest.size_bytes,
         "world_size": manifest.world_size,
-        "metrics": plain(manifest.metrics),
-        "tags": list(manifest.tags),
+        "metrics": metrics_of(checkpoint),
+        "tags": list(checkpoint.tags),
+        "damage": checkpoint.damage or None,
     }
 
 
@@ -96,24 +105,31 @@ def _print_checkpoints(console: Console, checkpoints: tuple[Checkpoint, ...]) ->
     columns = ["", "step", "sequence", "created", "size", "ranks", "metrics", "tags", *(["folder"] if named else [])]
     rows = table(*columns, right=("step", "sequence", "size", "ranks"))
     for index, found in enumerate(checkpoints):
-        manifest = found.manifest
         rows.add_row(
-            cell("*" if index == 0 else "", "green"),
+            _mark(found, latest=index == 0),
             cell(found.step, "bold"),
             cell(found.sequence),
-            cell(cut(local_time(manifest.created), _NAME_CHARACTERS)),
+            cell(cut(local_time(found.manifest.created), _NAME_CHARACTERS)),
             cell(size_text(found.size_bytes)),
             cell(found.world_size),
-            cell(_metrics(manifest.metrics)),
+            cell(_metrics(metrics_of(found))),
             cell(cut(", ".join(found.tags), _NAME_CHARACTERS)),
             *([cell(found.folder)] if named else []),
         )
     console.print(rows)
     console.print(cell("* latest", "dim"))
+    for found in checkpoints:
+        if found.damage:
+            console.print(cell(f"! found damaged: {found.folder}: {found.damage}", "dim"), soft_wrap=True)
+
+
+def _mark(checkpoint: Checkpoint, *, latest: bool) -> Text:
+    mark = cell("*" if latest else "", "green")
+    return mark.append_text(cell("!", "bold red")) if checkpoint.damage else mark
 
 
 def _metrics(metrics: dict[str, Json]) -> str:
-    shown = [f"{_short(name)} {_short(plain(value))}" for name, value in list(metrics.items())[:_SHOWN_METRICS]]
+    shown = [f"{_short(name)} {_short(value)}" for name, value in list(metrics.items())[:_SHOWN_METRICS]]
     hidden = len(metrics) - len(shown)
     return ", ".join(shown) + (f", +{hidden} more" if hidden > 0 else "")
 

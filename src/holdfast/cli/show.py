@@ -1,4 +1,4 @@
-"""`holdfast show`: one checkpoint, from its manifest alone, as text or as JSON. Opens no tensor, imports no torch."""
+"""`holdfast show`: one checkpoint, from its manifest and notes, as text or as JSON. Opens no tensor. No torch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.table import Table
 from typer.core import TyperCommand
 
 from holdfast.catalog import Checkpoint
+from holdfast.cli.ls import metrics_of
 from holdfast.cli.output import SOUND, cell, count_text, cut, print_json, size_text, stdout, table
 from holdfast.cli.sources import find, local_time, open_source, print_passed_over
 from holdfast.errors import UsageError
@@ -24,7 +25,7 @@ _EVERY = "*"
 _SHOWN_FILES = 24
 _SHOWN_ITEMS = 16
 _VALUE_CHARACTERS = 200
-_VALUES = ("metrics", "progress", "extra", "config", "guards")
+_VALUES = ("progress", "extra", "config", "guards")
 
 
 class ShowCommand(TyperCommand):
@@ -45,7 +46,8 @@ def show(
 ) -> int:
     """Show what one checkpoint holds.
 
-    Its facts, metrics, progress, config, guards, components and files, from the manifest alone.
+    Its facts, metrics, progress, config, guards, components and files, from the manifest and from what was noted since:
+    tags, metrics that came late, damage that a restore found.
 
     A selector is 'latest', 'best', 'best:METRIC', 'best:METRIC:max', a step, a tag or a folder's name.
 
@@ -133,13 +135,19 @@ def _as_json(checkpoint: Checkpoint, tensors: list[TensorRecord] | None) -> dict
         "world_size": manifest.world_size,
         "meshes": [{"shape": list(mesh.shape), "dimensions": list(mesh.dimensions)} for mesh in manifest.meshes],
         "size_bytes": manifest.size_bytes,
-        "tags": list(manifest.tags),
+        "tags": list(checkpoint.tags),
+        "damage": checkpoint.damage or None,
         "versions": manifest.versions,
-        **{name: plain(getattr(manifest, name)) for name in _VALUES},
+        **_values(checkpoint),
         "components": [component._asdict() for component in _components(manifest)],
         "files": [{"name": file.name, "size_bytes": file.size_bytes, "digest": file.digest} for file in manifest.files],
         **listed,
     }
+
+
+def _values(checkpoint: Checkpoint) -> dict[str, Json]:
+    stored = {name: plain(getattr(checkpoint.manifest, name)) for name in _VALUES}
+    return {"metrics": metrics_of(checkpoint), **stored}
 
 
 def _tensor_json(tensor: TensorRecord) -> dict[str, Any]:
@@ -156,8 +164,8 @@ def _tensor_json(tensor: TensorRecord) -> dict[str, Any]:
 def _print(checkpoint: Checkpoint, tensors: list[TensorRecord] | None) -> None:
     console = stdout()
     console.print(_facts(checkpoint))
-    for name in _VALUES:
-        _print_values(console, name, plain(getattr(checkpoint.manifest, name)))
+    for name, value in _values(checkpoint).items():
+        _print_values(console, name, value)
     _print_table(console, "components", _component_table(_components(checkpoint.manifest)))
     _print_table(console, "files", _file_table(checkpoint.manifest))
     if tensors is not None:
@@ -176,7 +184,8 @@ def _facts(checkpoint: Checkpoint) -> Table:
         "size": f"{size_text(manifest.size_bytes)} in {count_text(len(manifest.files), 'file')}",
         "world size": manifest.world_size,
         "meshes": ", ".join(_mesh(mesh) for mesh in manifest.meshes),
-        "tags": ", ".join(manifest.tags),
+        "tags": ", ".join(checkpoint.tags),
+        "damage": checkpoint.damage,
         "versions": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
     }
     rows = Table.grid(padding=(0, 2, 0, 0))

@@ -50,8 +50,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from holdfast._version import __version__
-from holdfast.catalog import Catalog, Checkpoint
+from holdfast.catalog import Catalog, Checkpoint, line_after
 from holdfast.errors import CorruptCheckpointError, HoldfastError, StateMismatchError, StorageError, UsageError
+from holdfast.lease import Lease
 from holdfast.records import layout
 from holdfast.records.boxes import Box, cover_exactly
 from holdfast.records.codec import Json, decode, encode
@@ -119,6 +120,8 @@ class _Attempt:
     step: int
     parent: str | None
     loose: str
+    line: tuple[tuple[int, int], ...]
+    lease: int
 
 
 class HoldfastWriter(StorageWriter):  # type: ignore[misc]
@@ -186,6 +189,7 @@ class HoldfastWriter(StorageWriter):  # type: ignore[misc]
             "committed step %d: %.1f MiB to %s", checkpoint.step, checkpoint.size_bytes / 2**20, checkpoint.path
         )
         self._catalog.point_latest(checkpoint.folder)
+        self._lease.release()
 
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta(checkpoint_id=self._run if isinstance(self._run, str | os.PathLike) else None)
@@ -201,7 +205,8 @@ class HoldfastWriter(StorageWriter):  # type: ignore[misc]
         if step is None:
             step = layout.check_step(latest.step + 1 if latest else 0)
         parent = latest.digest if latest else None
-        if any(checkpoint.step == step for checkpoint in self._catalog.lineage(parent, scan)):
+        line = self._catalog.lineage(parent, scan)
+        if any(checkpoint.step == step for checkpoint in line):
             raise UsageError(
                 f"step {step} is committed already",
                 run=self._catalog.storage.url,
@@ -209,8 +214,10 @@ class HoldfastWriter(StorageWriter):  # type: ignore[misc]
                 advice="a committed checkpoint never changes; save another step",
             )
         self._catalog.open_run()
-        folder, _ = self._catalog.claim(step, size)
-        return _Attempt(folder, step, parent, loose)
+        self._lease = Lease.acquire(self._catalog.storage)
+        self._catalog.close_attempts(self._lease.number)
+        folder, _ = self._catalog.claim(step, size, lease=self._lease.number)
+        return _Attempt(folder, step, parent, loose, line_after(line), self._lease.number)
 
 
 def _refuse_cached(plan: SavePlan) -> None:
@@ -414,6 +421,8 @@ def _facts(attempt: _Attempt, note: Mapping[str, Any]) -> Facts:
         guards={},
         tags=(),
         versions={"holdfast": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
+        line=attempt.line,
+        lease=attempt.lease,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
-EventKind = Literal["started", "staged", "written", "committed", "failed", "restored"]
+EventKind = Literal["started", "staged", "written", "committed", "failed", "restored", "pruned"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,9 +15,9 @@ class Event:
     """One thing that happened, on one rank.
 
     kind: "started", "staged" (the training may change its tensors again), "written" (this rank's part is durable),
-        "committed" (the checkpoint exists), "failed", "restored".
+        "committed" (the checkpoint exists), "failed", "restored", "pruned" (removed, as `keep` says; leader only).
     seconds: since the save or restore began. phases: how long each part of it took so far, by name.
-    size_bytes: what this rank staged or wrote; of "committed" and "restored", the whole checkpoint.
+    size_bytes: what this rank staged or wrote; of the last four, the whole checkpoint.
     """
 
     kind: EventKind

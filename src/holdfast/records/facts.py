@@ -10,7 +10,8 @@ from holdfast.records.manifest import MeshRecord, TensorRecord, TreeRecord
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a manifest says besides its files. The sequence number is the commit's to give."""
+    """What a manifest says besides its files. The sequence number is the commit's to give. `lease` is the number under
+    which this process writes; nothing is committed under one that has been taken over. `links`: move `latest`."""
 
     step: int
     folder: str
@@ -23,6 +24,9 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     guards: dict[str, Any]
     tags: tuple[str, ...]
     versions: dict[str, str]
+    line: tuple[tuple[int, int], ...] = ()
+    lease: int = 0
+    links: bool = True
 
 
 class Listing(msgspec.Struct, frozen=True):

@@ -105,6 +105,7 @@ class Committed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     number: int
     digest: str
     size_bytes: int
+    sequence: int
 
 
 class Discarded(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -13,6 +13,10 @@ ATTEMPT = "attempt.json"
 SHARED_VALUES = "shared.json"
 ASSETS = "assets"
 LATEST_LINK = "latest"
+BEST_LINK = "best"
+LEASE = "lease"
+READERS = "readers"
+NOTES = "notes"
 
 MAX_STEP = 2**63 - 1
 MAX_NAME_CHARACTERS = 1024

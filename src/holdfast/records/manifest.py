@@ -98,7 +98,7 @@ class MeshRecord(msgspec.Struct, frozen=True, kw_only=True, order=True):
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """A committed checkpoint. Values that may hold more than JSON can say (`metrics` ... `guards`) are encoded by the
-    codec."""
+    codec. `line` are the sequence numbers of all that this one goes back to, also those that are gone, as ranges."""
 
     run_id: str
     folder: str
@@ -119,6 +119,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     guards: dict[str, Any]
     tags: tuple[str, ...]
     versions: dict[str, str]
+    line: tuple[tuple[Count, Count], ...] = ()
 
     @property
     def size_bytes(self) -> int:
@@ -129,6 +130,18 @@ class _Envelope(msgspec.Struct, frozen=True, kw_only=True):
     holdfast_format: int
     digest: str = ""
     manifest: msgspec.Raw = msgspec.Raw(b"null")
+
+
+_ABANDONED = b'{"holdfast_format":%d,"abandoned":' % FORMAT
+
+
+def encode_abandoned(why: dict[str, Any]) -> bytes:
+    """What is put in a manifest's place so that an attempt can never be committed any more."""
+    return _ABANDONED + msgspec.json.encode(why) + b"}\n"
+
+
+def is_abandoned(data: bytes) -> bool:
+    return data.startswith(_ABANDONED)
 
 
 def digest_of(data: bytes | memoryview) -> str:
@@ -185,6 +198,7 @@ def check_manifest(manifest: Manifest, *, tensors: bool = True) -> None:
     if named is None or named.step != manifest.step:
         raise CorruptCheckpointError(f"{manifest.folder[:200]!r} is no name of a checkpoint of step {manifest.step}")
     _check_created(manifest.created)
+    _check_line(manifest)
     if not _MIN_BLOCK_BYTES <= manifest.block_bytes <= _MAX_BLOCK_BYTES:
         raise CorruptCheckpointError(f"blocks of {manifest.block_bytes} bytes are outside of the limits")
     files = {file.name: file for file in manifest.files}
@@ -197,6 +211,14 @@ def check_manifest(manifest: Manifest, *, tensors: bool = True) -> None:
     _check_trees(manifest.trees, files)
     if tensors:
         _check_tensors(manifest, files)
+
+
+def _check_line(manifest: Manifest) -> None:
+    last = -1
+    for first, end in manifest.line:
+        if not last < first <= end < manifest.sequence:
+            raise CorruptCheckpointError("the line that it goes back to does not ascend")
+        last = end
 
 
 def _check_created(created: str) -> None:

@@ -9,6 +9,7 @@ import msgspec
 
 from holdfast.catalog import Catalog, Checkpoint
 from holdfast.errors import SaveFailedError
+from holdfast.lease import require_number
 from holdfast.records.facts import Facts, Listing
 from holdfast.records.manifest import BLOCK_BYTES, ChunkRecord, Manifest
 from holdfast.records.state import Receipt
@@ -46,5 +47,7 @@ def commit(
         guards=facts.guards,
         tags=facts.tags,
         versions=facts.versions,
+        line=facts.line,
     )
+    require_number(catalog.storage, facts.lease)
     return catalog.add(manifest, same_tensors=same_tensors)

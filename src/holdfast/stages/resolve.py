@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from holdfast.catalog import Catalog, Checkpoint, Scan, Skipped
@@ -30,9 +31,13 @@ def candidates(catalog: Catalog, selector: Selector) -> tuple[list[Checkpoint], 
     if not selector.may_fall_back:
         return [catalog.find(selector)], []
     scan = catalog.scan()
-    if not scan.checkpoints and scan.damaged:
-        raise catalog.not_found(selector, scan)
-    return list(scan.checkpoints), [*scan.damaged, *_newer_attempts(scan)]
+    sound = [found for found in scan.checkpoints if not found.damage]
+    aside = [
+        Skipped(found.folder, f"was found damaged before: {found.damage}") for found in scan.checkpoints if found.damage
+    ]
+    if not sound and (scan.damaged or aside):
+        raise catalog.not_found(selector, replace(scan, checkpoints=(), damaged=(*scan.damaged, *aside)))
+    return sound, [*scan.damaged, *aside, *_newer_attempts(scan)]
 
 
 def locate(location: Location, selector: str | int = "latest") -> tuple[Catalog, Selector]:

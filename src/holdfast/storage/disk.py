@@ -121,6 +121,9 @@ class Disk:
     def symlink(self, target: str, folder: int, name: str) -> None:
         os.symlink(target, name, dir_fd=folder)
 
+    def read_link(self, folder: int, name: str) -> str:
+        return os.readlink(name, dir_fd=folder)
+
     def unlink(self, folder: int, name: str) -> None:
         os.unlink(name, dir_fd=folder)
 

@@ -155,6 +155,24 @@ class LocalStorage:
         with self._explaining(f"making it a link to {target}", name):
             self._in_made_folder([], lambda root: self._point(root, name, target))
 
+    def links(self) -> dict[str, str]:
+        """The links in the root, and where each leads. Whatever is no link is passed over."""
+        with self._explaining("listing its links", ""):
+            try:
+                with self._folder([]) as root:
+                    names = sorted(name for name in self._disk.list_names(root) if is_part(name))
+                    found = {name: self._target(root, name) for name in names}
+            except FileNotFoundError:
+                return {}
+        return {name: target for name, target in found.items() if target is not None}
+
+    def unpoint(self, name: str) -> None:
+        """Remove a link from the root. Anything else under that name stays, and is an error."""
+        with self._explaining("removing the link", name), self._folder([]) as root:
+            self._require_replaceable(root, name)
+            self._disk.unlink(root, name)
+            _sync_folder(self._disk, root)
+
     def __repr__(self) -> str:
         return f"LocalStorage({self._root!r})"
 
@@ -306,6 +324,13 @@ class LocalStorage:
             _try_unlink(self._disk, root, temporary)
             raise
         _sync_folder(self._disk, root)
+
+    def _target(self, root: int, name: str) -> str | None:
+        try:
+            is_link = stat.S_ISLNK(self._disk.status(root, name).st_mode)
+            return self._disk.read_link(root, name) if is_link else None
+        except FileNotFoundError:
+            return None
 
     def _require_replaceable(self, root: int, name: str) -> None:
         try:

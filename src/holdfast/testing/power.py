@@ -214,6 +214,10 @@ class PowerLossDisk(Disk):
             super().symlink(target, folder, name)
             self._folder(folder).change({name: _Link(path, target)})
 
+    def read_link(self, folder: int, name: str) -> str:
+        self._require_life()
+        return super().read_link(folder, name)
+
     def unlink(self, folder: int, name: str) -> None:
         with self._lock:
             self._begin("unlink", self._folder(folder).path_of(name))

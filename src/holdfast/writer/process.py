@@ -18,9 +18,9 @@ import socket
 import sys
 from collections.abc import Callable
 
+from holdfast.identity import birth_of
 from holdfast.records.images import Order
 from holdfast.storage.registry import open_storage
-from holdfast.survivors import birth_of
 from holdfast.writer.line import Line
 from holdfast.writer.serve import serve
 
@@ -39,7 +39,7 @@ def main() -> None:
     # There is no heap worth collecting, and a pause would be one of the disk.
     gc.disable()
     line = Line(socket.socket(fileno=handle), Order)
-    identity = {"trainer": trainer, "birth": birth_of(os.getpid())}
+    identity = {"trainer": trainer, "trainer_birth": birth_of(trainer)}
     serve(line, open_storage, _watch(trainer), identity)
 
 

@@ -18,6 +18,7 @@ import msgspec
 from holdfast.arena import Arena
 from holdfast.catalog import Catalog
 from holdfast.errors import HoldfastError, KeyExistsError, SaveFailedError, StorageError, error_record
+from holdfast.lease import Heart
 from holdfast.records import layout
 from holdfast.records.images import (
     Answer,
@@ -82,6 +83,7 @@ class _Writer:
         # From here on somebody may count on this save's files: a manifest that names them, or a leader's writer that
         # has seen this rank's receipt. What fails now must not remove them.
         self._sealed = False
+        self._heart: Heart | None = None
 
     def run(self) -> None:
         try:
@@ -90,6 +92,8 @@ class _Writer:
             if order is None and self._job is not None:
                 self._finish_alone(self._job)
         finally:
+            if self._heart is not None:
+                self._heart.stop()
             self._let_go()
             self._line.close()
 
@@ -156,13 +160,21 @@ class _Writer:
 
     def _claim(self, job: Job, catalog: Catalog) -> None:
         try:
-            catalog.claim_folder(job.folder, job.size, **self._identity)
+            catalog.claim_folder(job.folder, job.size, lease=self._lease_of(job), **self._identity)
         except KeyExistsError:
             raise SaveFailedError(
                 f"another process took the folder {job.folder} in between",
                 run=job.run,
                 advice="only one training may write to a run; the next save takes another name",
             ) from None
+
+    def _lease_of(self, job: Job) -> int:
+        """The number that the leader writes under. If it is gone, this process says for it that the run is in use."""
+        number = job.facts.lease if job.facts is not None else 0
+        if number and self._heart is None:
+            self._heart = Heart.of_lease(self._catalog(job).storage, number, only_if=self._gone)
+            self._heart.start()
+        return number
 
     def _staged_images(self, job: Job) -> tuple[Arena, tuple[Image, ...]]:
         if self._arena is None or self._layout is None or self._layout.number != job.layout:
@@ -191,10 +203,11 @@ class _Writer:
         known = self._committed_layout == job.layout and job.size == 1
         checkpoint = commit(job.facts, self._layout.listing, receipts, catalog, same_tensors=known)
         self._committed_layout = job.layout
-        catalog.point_latest(job.folder)
+        if job.facts.links:
+            catalog.point_latest(job.folder)
         self._job = None
         self._remove(job, [layout.receipt_file(rank) for rank in range(1, job.size)])
-        return Committed(job.number, checkpoint.digest, checkpoint.size_bytes)
+        return Committed(job.number, checkpoint.digest, checkpoint.size_bytes, checkpoint.sequence)
 
     def _receipts(self, job: Job, storage: Storage) -> list[Receipt]:
         """The receipts of the other ranks, once all are there."""

@@ -141,6 +141,7 @@ def test_ls_as_json_has_every_fact_and_nothing_else_on_stdout(run: Path) -> None
         "world_size": 1,
         "metrics": {"val_loss": 0.05, "val/acc": 20},
         "tags": ["good"],
+        "damage": None,
     }
 
 
@@ -242,7 +243,8 @@ def test_show_as_json_has_every_part(run: Path) -> None:
     assert code == 0
     assert set(found) == {
         *("path", "folder", "run_id", "step", "sequence", "parent", "digest", "created", "world_size", "meshes"),
-        *("size_bytes", "tags", "versions", "metrics", "progress", "extra", "config", "guards", "components", "files"),
+        *("size_bytes", "tags", "damage", "versions", "metrics", "progress", "extra", "config", "guards"),
+        *("components", "files"),
     }
     assert (found["step"], found["sequence"], found["tags"]) == (20, 2, ["good"])
     assert found["size_bytes"] == manifest.size_bytes == sum(file["size_bytes"] for file in found["files"])
@@ -445,25 +447,26 @@ def test_the_meter_is_silent_for_a_moment_and_off_a_terminal(terminal: bool, aft
 # What every command shares
 
 
-@pytest.mark.parametrize("command", ["ls", "show", "verify"])
-def test_what_is_not_there_is_one_line_and_exit_code_2(command: str, run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [("ls",), ("show",), ("verify",), ("tag", "x"), ("prune", "--keep-last", "1")])
+def test_what_is_not_there_is_one_line_and_exit_code_2(words: tuple[str, ...], run: Path, tmp_path: Path) -> None:
+    command, *options = words
     (tmp_path / "file").write_text("x")
     (tmp_path / "dangling").symlink_to("nowhere")
     (tmp_path / "loop").symlink_to("loop")
     sources = ["nothing", "file", "file/below", "dangling", "loop", "x" * 300]
     for source in [*(str(tmp_path / name) for name in sources), "", "nfs9://server/run"]:
-        result = call(command, source)
+        result = call(command, source, *options)
         assert (result.exit_code, result.stdout) == (2, ""), source
         assert re.fullmatch(r"error: [^\n]+\n", result.stderr), source
 
 
-@pytest.mark.parametrize("command", ["show", "verify"])
+@pytest.mark.parametrize("words", [("show",), ("verify",), ("tag", "x")])
 @pytest.mark.parametrize(
     "suffix", ["@999", "@nobody", "@best", "@best:nothing", "@!", "/step-000000040", "@10 --select 20"]
 )
-def test_a_selector_that_finds_nothing_is_exit_code_2(command: str, suffix: str, run: Path) -> None:
+def test_a_selector_that_finds_nothing_is_exit_code_2(words: tuple[str, ...], suffix: str, run: Path) -> None:
     source, *options = f"{run}{suffix}".split()
-    result = call(command, source, *options)
+    result = call(words[0], source, *words[1:], *options)
     assert (result.exit_code, result.stdout) == (2, "")
     assert re.fullmatch(r"error: [^\n]+\n", result.stderr)
 
@@ -476,7 +479,7 @@ def test_wrong_words_are_exit_code_2(words: tuple[str, ...]) -> None:
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("command", ["ls", "show", "verify"])
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "tag", "prune"])
 def test_the_help_of_every_command_has_examples_and_exit_codes(command: str) -> None:
     result = call(command, "--help")
     assert result.exit_code == 0
@@ -560,7 +563,10 @@ def test_output_to_a_pipe_is_plain_and_not_folded(run: Path) -> None:
     assert len(result.stdout.splitlines()) == 7
 
 
-@pytest.mark.parametrize("words", [("ls",), ("show",), ("verify", "--all"), ("show", "--json")])
+@pytest.mark.parametrize(
+    "words",
+    [("ls",), ("show",), ("verify", "--all"), ("show", "--json"), ("tag", "x"), ("prune", "--keep-last", "1", "--yes")],
+)
 def test_a_closed_pipe_is_quiet_and_is_not_damage(run: Path, words: tuple[str, ...]) -> None:
     reading, writing = os.pipe()
     os.close(reading)
@@ -594,9 +600,9 @@ def odd_storages(tmp_path: Path) -> dict[str, str]:
     return {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-@pytest.mark.parametrize("command", ["ls", "show", "verify"])
-def test_an_interrupt_is_quiet_and_130(odd_storages: dict[str, str], command: str) -> None:
-    result = process(command, "interrupted://run", env=odd_storages)
+@pytest.mark.parametrize("words", [("ls",), ("show",), ("verify",), ("tag", "x"), ("prune", "--keep-last", "1")])
+def test_an_interrupt_is_quiet_and_130(odd_storages: dict[str, str], words: tuple[str, ...]) -> None:
+    result = process(words[0], "interrupted://run", *words[1:], env=odd_storages)
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
 
 
@@ -620,7 +626,17 @@ finally:
 
 
 @pytest.mark.parametrize(
-    "words", [("ls",), ("show", "--tensors"), ("verify", "--all"), ("show", "--select", "best:val_loss", "--json")]
+    "words",
+    [
+        ("ls",),
+        ("show", "--tensors"),
+        ("verify", "--all"),
+        ("show", "--select", "best:val_loss", "--json"),
+        ("tag", "release"),
+        ("tag", "good", "--remove", "--select", "20", "--json"),
+        ("prune", "--keep-last", "2", "--keep-best", "val_loss:1:max", "--json"),
+        ("prune", "--keep-every-steps", "20", "--keep-every-minutes", "0.5", "--keep-tagged", "--yes"),
+    ],
 )
 def test_no_command_imports_torch_or_numpy(run: Path, words: tuple[str, ...]) -> None:
     command = [sys.executable, "-c", _IMPORTED, words[0], str(run), *words[1:]]

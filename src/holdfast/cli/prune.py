@@ -1,0 +1,284 @@
+"""`holdfast prune`: what goes when a policy decides what to keep of a run, shown or done. Knows no torch.
+
+Without `--yes` it looks and does nothing. What was freed is what was there before and is not there afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from rich.console import Console
+
+from holdfast import blocks
+from holdfast.catalog import Catalog, Scan
+from holdfast.cli.ls import metrics_of
+from holdfast.cli.output import SOUND, cell, count_text, print_json, print_note, size_text, stdout, table
+from holdfast.cli.sources import open_run, print_passed_over, scan_run, unreadable
+from holdfast.errors import UsageError
+from holdfast.policies import KeepBest, KeepEvery, KeepLast, KeepPolicy, KeepTagged
+from holdfast.records import layout
+from holdfast.records.selector import Selector
+from holdfast.stages.retain import Decision
+from holdfast.storage.base import Storage
+
+_RECORDS = (layout.ATTEMPT, layout.MANIFEST)
+
+
+def prune(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run: a folder or a URL.")],
+    keep_last: Annotated[
+        int | None, typer.Option(metavar="N", help="Keep the last N of the line that goes on.")
+    ] = None,
+    keep_best: Annotated[
+        list[str] | None,
+        typer.Option(metavar="METRIC[:N[:min|max]]", help="Keep the best N, 1 by default. May be given several times."),
+    ] = None,
+    keep_every_steps: Annotated[
+        int | None, typer.Option(metavar="N", help="Keep the first at or after each multiple of N.")
+    ] = None,
+    keep_every_minutes: Annotated[
+        float | None, typer.Option(metavar="MINUTES", help="Keep one in so many minutes, from the first on.")
+    ] = None,
+    keep_tagged: Annotated[
+        bool, typer.Option("--keep-tagged", help="Keep those with a tag, as all others do.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete. Without it nothing is deleted.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")] = False,
+) -> int:
+    """Show what would be deleted of a run, and with --yes delete it.
+
+    What one of the options keeps is kept. Whatever they say, these stay: the newest sound one, those with a tag, those
+    that somebody reads, and those that a restore found damaged. What attempts left that were never committed goes.
+
+    A run that is being trained is not touched: its own training prunes it, by its keep=.
+
+    \b
+    Examples:
+      holdfast prune runs/tiny --keep-last 3 --keep-best val_loss:2
+      holdfast prune runs/tiny --keep-best accuracy:1:max --keep-every-steps 10000
+      holdfast prune runs/tiny --keep-last 3 --yes
+
+    \b
+    Exit codes:
+      0  shown, or deleted
+      1  the run has damaged manifests and no checkpoint
+      2  nothing says what to keep, a wrong argument, nothing there, a run in use, or a storage that failed
+    """
+    policy = _policy(keep_last, keep_best or [], keep_every_steps, keep_every_minutes, keep_tagged)
+    catalog = open_run(run)
+    scan = scan_run(catalog)
+    if not scan.checkpoints:
+        raise catalog.not_found(Selector("latest"), scan)
+    _require_metrics(policy, scan, catalog.storage.url)
+    print_passed_over(unreadable(catalog, scan))
+    outcome = _prune(catalog, scan, policy) if yes else _look(catalog, scan, policy)
+    if json:
+        print_json(_as_json(outcome))
+    else:
+        _print(stdout(), outcome)
+    return SOUND
+
+
+class _Line(NamedTuple):
+    """A checkpoint, or, where not `committed`, an attempt: what is to become of it, and whether it is gone."""
+
+    folder: str
+    step: int
+    size_bytes: int
+    keep: bool
+    reasons: tuple[str, ...]
+    gone: bool
+    committed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What was decided, line by line, and whether it was done."""
+
+    run: str
+    lines: tuple[_Line, ...]
+    done: bool
+
+    @property
+    def checkpoints(self) -> list[_Line]:
+        return [line for line in self.lines if line.committed]
+
+    @property
+    def going(self) -> list[_Line]:
+        return [line for line in self.lines if not line.keep]
+
+    @property
+    def planned_bytes(self) -> int:
+        return sum(line.size_bytes for line in self.going)
+
+    @property
+    def freed_bytes(self) -> int:
+        return sum(line.size_bytes for line in self.going if line.gone)
+
+
+# What to keep
+
+
+def _policy(
+    last: int | None, best: Sequence[str], every_steps: int | None, every_minutes: float | None, tagged: bool
+) -> KeepPolicy:
+    parts: list[KeepPolicy] = [_keep_best(text) for text in best]
+    if last is not None:
+        parts.insert(0, KeepLast(last))
+    if every_steps is not None:
+        parts.append(KeepEvery(steps=every_steps))
+    if every_minutes is not None:
+        parts.append(KeepEvery(minutes=every_minutes))
+    if tagged:
+        parts.append(KeepTagged())
+    if not parts:
+        raise UsageError(
+            "nothing says what to keep",
+            advice="use --keep-last, --keep-best, --keep-every-steps, --keep-every-minutes or --keep-tagged",
+        )
+    return reduce(lambda joined, part: joined | part, parts)
+
+
+def _keep_best(text: str) -> KeepPolicy:
+    metric, *rest = text.split(":")
+    try:
+        count = int(rest[0]) if rest else 1
+    except ValueError:
+        raise _unreadable(text) from None
+    if len(rest) > 2:
+        raise _unreadable(text)
+    mode: Any = rest[1] if len(rest) == 2 else "min"  # the policy itself refuses what is none
+    return KeepBest(metric, count, mode)
+
+
+def _unreadable(text: str) -> UsageError:
+    return UsageError(
+        f"--keep-best {text!r} cannot be read", advice="write METRIC, METRIC:N or METRIC:N:max, such as val_loss:2"
+    )
+
+
+def _require_metrics(policy: KeepPolicy, scan: Scan, run: str) -> None:
+    """A manager that keeps by a metric that no checkpoint has only warns: it may be reported late. Here it is a name
+    that was spelled wrong, and what should have been kept as the best would go."""
+    known = {name for found in scan.checkpoints if not found.damage for name in metrics_of(found)}
+    for metric, _ in policy.metrics:
+        if metric not in known:
+            raise UsageError(
+                f"no checkpoint has the metric '{metric}'",
+                run=run,
+                advice=f"there are: {', '.join(sorted(known)) or 'none'}",
+            )
+
+
+# What goes
+
+
+def _look(catalog: Catalog, scan: Scan, policy: KeepPolicy) -> _Outcome:
+    held = _held(catalog, scan)
+    decisions = blocks.retention(catalog.storage, policy)
+    return _Outcome(catalog.storage.url, _lines(decisions, scan.attempts, held, held), done=False)
+
+
+def _prune(catalog: Catalog, scan: Scan, policy: KeepPolicy) -> _Outcome:
+    held = _held(catalog, scan)
+    decisions = blocks.prune(catalog.storage, policy)
+    left = _held(catalog, catalog.scan())
+    outcome = _Outcome(catalog.storage.url, _lines(decisions, scan.attempts, held, left), done=True)
+    for line in outcome.going:
+        if not line.gone:
+            print_note(f"{line.folder} is still there: somebody reads it; prune again later")
+    return outcome
+
+
+def _lines(
+    decisions: Sequence[Decision], attempts: Sequence[str], held: Mapping[str, int], left: Mapping[str, int]
+) -> tuple[_Line, ...]:
+    decided = [
+        _Line(one.folder, one.step, held.get(one.folder, 0), one.keep, one.reasons, one.folder not in left, True)
+        for one in decisions
+    ]
+    cleared = [
+        _Line(name, parsed.step, held[name], False, ("never committed",), name not in left, False)
+        for name in attempts
+        if name in held and (parsed := layout.parse_folder(name)) is not None
+    ]
+    return (*decided, *cleared)
+
+
+def _held(catalog: Catalog, scan: Scan) -> dict[str, int]:
+    """How many bytes each checkpoint holds, and each attempt that holds any. The records of who began it, and of who
+    gave it up, do not count: they may have to stay."""
+    attempts = {name: _bytes_below(catalog.storage, name, _RECORDS) for name in scan.attempts}
+    checkpoints = {found.folder: found.size_bytes for found in scan.checkpoints}
+    return {**{name: size_bytes for name, size_bytes in attempts.items() if size_bytes}, **checkpoints}
+
+
+def _bytes_below(storage: Storage, folder: str, without: Sequence[str] = ()) -> int:
+    return sum(
+        _bytes_below(storage, layout.key(folder, entry.name)) if entry.size_bytes is None else entry.size_bytes
+        for entry in storage.entries(folder)
+        if entry.name not in without
+    )
+
+
+# What is said of it
+
+
+def _as_json(outcome: _Outcome) -> dict[str, Any]:
+    return {
+        "run": outcome.run,
+        "dry_run": not outcome.done,
+        "planned_bytes": outcome.planned_bytes,
+        "freed_bytes": outcome.freed_bytes,
+        "checkpoints": [
+            {
+                "folder": line.folder,
+                "path": f"{outcome.run}/{line.folder}",
+                "step": line.step,
+                "size_bytes": line.size_bytes,
+                "keep": line.keep,
+                "reasons": list(line.reasons),
+                "deleted": line.gone,
+            }
+            for line in outcome.checkpoints
+        ],
+        "attempts": [
+            {"folder": line.folder, "size_bytes": line.size_bytes, "cleared": line.gone}
+            for line in outcome.lines
+            if not line.committed
+        ],
+    }
+
+
+def _print(console: Console, outcome: _Outcome) -> None:
+    rows = table("", "step", "folder", "size", "reasons", right=("step", "size"))
+    for line in outcome.lines:
+        texts = (line.step, line.folder, size_text(line.size_bytes), "; ".join(line.reasons))
+        rows.add_row(cell(_word(line), "green" if line.keep else "red"), *(cell(text) for text in texts))
+    console.print(rows)
+    console.print(cell(_verdict(outcome), "bold"), soft_wrap=True)
+
+
+def _word(line: _Line) -> str:
+    if line.keep:
+        return "keep"
+    if line.committed:
+        return "deleted" if line.gone else "delete"
+    return "cleared" if line.gone else "clear"
+
+
+def _verdict(outcome: _Outcome) -> str:
+    if not outcome.going:
+        return f"nothing to delete: {count_text(len(outcome.checkpoints), 'checkpoint')} kept"
+    chosen = [line for line in outcome.going if line.gone or not outcome.done]
+    committed = sum(line.committed for line in chosen)
+    of = f"{committed:,} of {count_text(len(outcome.checkpoints), 'checkpoint')}"
+    if len(chosen) > committed:
+        of += f", and what {count_text(len(chosen) - committed, 'attempt')} left"
+    if outcome.done:
+        return f"freed {size_text(outcome.freed_bytes)}: {of}"
+    return f"nothing was deleted; --yes would free {size_text(outcome.planned_bytes)}: {of}"

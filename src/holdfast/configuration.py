@@ -1,0 +1,379 @@
+"""The configuration of a manager, as a value: plain data, YAML or TOML enter, a checked `CheckpointConfig` leaves.
+
+Knows the policies; knows neither torch nor the manager.
+"""
+
+from __future__ import annotations
+
+import datetime
+import difflib
+import functools
+import operator
+import os
+import reprlib
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Self
+
+from holdfast.errors import KeyMissingError, StorageError, UsageError
+from holdfast.policies import (
+    At,
+    Every,
+    KeepAll,
+    KeepBest,
+    KeepEvery,
+    KeepLast,
+    KeepPolicy,
+    KeepTagged,
+    OnLastStep,
+    OnSignal,
+    TimeLimit,
+    Trigger,
+)
+from holdfast.records.linknames import LinkTemplate
+
+__all__ = ["CheckpointConfig", "is_dotted_name", "nearest", "shown"]
+
+MODES = ("auto", "sync", "async", "async_pinned", "async_device")
+RESUMES = ("auto", "required", "never")
+VERIFIES = ("full", "quick", "off")
+_YAML_SUFFIXES = (".yaml", ".yml")
+_TOML_SUFFIXES = (".toml",)
+
+# A few lines of YAML can stand for a list that fills all memory when it is written out.
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxother, _SHORT.maxstring = 2, 80, 80
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """What a checkpoint manager is built from. Checked when it is made, never changed, and free to be subclassed.
+
+    manager_class: the class to build, as "package.module.Class"; None takes the built-in one.
+    run: the folder or URL of the run.
+    save, keep: policies, or plain data that says the same, such as `{"every_steps": 500}` and `{"last": 3}`; they are
+        policies once the config is made.
+    mode, resume, verify, timeout, staging_limit_bytes, rng, links: as for `CheckpointManager`.
+    allowed_packages: the packages that `manager_class` may come from; None allows any. It can narrow what the program
+        allows, and cannot widen it.
+
+    A subclass adds fields of its own, and calls `super().__post_init__()` where it has a `__post_init__`.
+    """
+
+    manager_class: str | None = None
+    run: str | os.PathLike[str] | None = None
+    save: Any = None
+    keep: Any = None
+    mode: Literal["auto", "sync", "async", "async_pinned", "async_device"] = "auto"
+    resume: Literal["auto", "required", "never"] = "auto"
+    verify: Literal["full", "quick", "off"] = "full"
+    timeout: float = 600.0
+    staging_limit_bytes: int | None = None
+    rng: bool = True
+    links: bool | str | LinkTemplate = True
+    allowed_packages: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        for name, wanted in _FIELDS.items():
+            _check(name, getattr(self, name), wanted)
+        if self.allowed_packages is not None:
+            object.__setattr__(self, "allowed_packages", tuple(self.allowed_packages))
+        if isinstance(self.links, str):
+            object.__setattr__(self, "links", _made("links", LinkTemplate, self.links))
+        object.__setattr__(self, "save", _policy("save", self.save, Trigger, SAVE_KEYS))
+        object.__setattr__(self, "keep", _policy("keep", self.keep, KeepPolicy, KEEP_KEYS))
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """A config from plain data. What is no key of this class is an error that names the nearest one."""
+        if not isinstance(data, Mapping):
+            raise UsageError(f"a checkpoint config is a mapping of keys to values, not {shown(data)}")
+        keys = [field for field in fields(cls) if field.init]
+        _check_keys("", data, [field.name for field in keys])
+        for field in keys:
+            if field.name not in data and field.default is MISSING and field.default_factory is MISSING:
+                raise UsageError(f"the checkpoint config has no '{field.name}'", advice=f"{cls.__name__} needs it")
+        return cls(**data)
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> Self:
+        """A config from a YAML or TOML file, by its suffix."""
+        suffix = Path(path).suffix
+        if suffix in _YAML_SUFFIXES:
+            return cls.from_yaml(Path(path))
+        if suffix in _TOML_SUFFIXES:
+            return cls.from_toml(Path(path))
+        raise UsageError(
+            f"'{suffix}' is no suffix of a config", file=os.fspath(path), advice="use .yaml, .yml or .toml"
+        )
+
+    @classmethod
+    def from_yaml(cls, source: str | os.PathLike[str]) -> Self:
+        """A config from YAML: a path, or the text itself. A text is a path when it is one line that ends in a suffix of
+        YAML. Needs PyYAML."""
+        return cls._from_text(source, _YAML_SUFFIXES, _parse_yaml)
+
+    @classmethod
+    def from_toml(cls, source: str | os.PathLike[str]) -> Self:
+        """A config from TOML: a path, or the text itself. A text is a path when it is one line that ends in .toml."""
+        return cls._from_text(source, _TOML_SUFFIXES, tomllib.loads)
+
+    @classmethod
+    def _from_text(cls, source: str | os.PathLike[str], suffixes: tuple[str, ...], parse: Callable[[str], Any]) -> Self:
+        if isinstance(source, str) and not _is_path(source, suffixes):
+            return cls.from_dict(_parsed(source, parse))
+        file = os.fspath(source)
+        try:
+            return cls.from_dict(_parsed(_read(file), parse))
+        except UsageError as error:
+            raise error.at(file=file) from None
+
+
+# What a value may be
+
+
+class _Wanted(NamedTuple):
+    """What a key takes, in words and as a test."""
+
+    words: str
+    fits: Callable[[Any], bool]
+
+
+def _check(key: str, value: Any, wanted: _Wanted) -> None:
+    if wanted.fits(value):
+        return
+    advice = ""
+    if value is False and "'off'" in wanted.words:
+        advice = 'YAML reads off as False; write "off", in quotes'
+    raise UsageError(f"'{key}' takes {wanted.words}, not {shown(value)}", advice=advice)
+
+
+def shown(value: Any) -> str:
+    """A value and its type, for a message. Short whatever the value is: a config may hold anything."""
+    return f"{_SHORT.repr(value)} ({type(value).__name__})"
+
+
+def is_dotted_name(text: Any) -> bool:
+    return isinstance(text, str) and all(part.isidentifier() for part in text.split("."))
+
+
+def _is_path_or_none(value: Any) -> bool:
+    return value is None or (isinstance(value, str | os.PathLike) and os.fspath(value) != "")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_limit(value: Any) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0)
+
+
+def _is_list(value: Any, fits: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list | tuple | set | frozenset) and all(fits(item) for item in value)
+
+
+def _one_of(choices: tuple[str, ...]) -> _Wanted:
+    return _Wanted(f"one of {', '.join(map(repr, choices))}", lambda value: isinstance(value, str) and value in choices)
+
+
+_TEXT = _Wanted("a text", lambda value: isinstance(value, str) and value != "")
+_COUNT = _Wanted("a whole number above 0", _is_count)
+_BOOLEAN = _Wanted("true or false", lambda value: isinstance(value, bool))
+_MINUTES = _Wanted("a positive number of minutes", lambda value: _is_number(value) and value > 0)
+_STEPS = _Wanted(
+    "a list of steps",
+    lambda value: _is_list(value, lambda step: isinstance(step, int) and not isinstance(step, bool) and step >= 0),
+)
+_SIGNALS = _Wanted(
+    "the name of a signal, or a list of names",
+    lambda value: _is_list([value] if isinstance(value, str) else value, _TEXT.fits) and len(value) > 0,
+)
+_DURATION = _Wanted(
+    "a duration such as '03:50:00' or '90m', a number of seconds, or true for the job's own end",
+    lambda value: isinstance(value, bool | int | float | datetime.time) or _TEXT.fits(value),
+)
+_BEST = _Wanted(
+    "{metric, n, mode}, or a list of these",
+    lambda value: isinstance(value, Mapping) or (isinstance(value, list | tuple) and len(value) > 0),
+)
+
+_FIELDS = {
+    "manager_class": _Wanted(
+        "a text such as 'package.module.Class'", lambda value: value is None or isinstance(value, str)
+    ),
+    "run": _Wanted("a path or a URL", _is_path_or_none),
+    "mode": _one_of(MODES),
+    "resume": _one_of(RESUMES),
+    "verify": _one_of(VERIFIES),
+    "timeout": _Wanted("a positive number of seconds", lambda value: _is_number(value) and value > 0),
+    "staging_limit_bytes": _Wanted("a number of bytes, or nothing for no limit", _is_limit),
+    "rng": _BOOLEAN,
+    "links": _Wanted(
+        "true, false, or a template such as '{name}-{step}'",
+        lambda value: isinstance(value, bool | str | LinkTemplate),
+    ),
+    "allowed_packages": _Wanted(
+        "a list of packages such as ['mycompany']", lambda value: value is None or _is_list(value, is_dotted_name)
+    ),
+}
+
+
+# Policies as plain data
+
+
+class _Part(NamedTuple):
+    """A key of `save` or `keep`: what it takes, and the policy that it makes; None for a choice that is off."""
+
+    wanted: _Wanted
+    build: Callable[[Any], Any]
+
+
+SAVE_KEYS = {
+    "every_steps": _Part(_COUNT, lambda steps: Every(steps=steps)),
+    "every_epochs": _Part(_COUNT, lambda epochs: Every(epochs=epochs)),
+    "every_minutes": _Part(_MINUTES, lambda minutes: Every(minutes=minutes)),
+    "at": _Part(_STEPS, lambda steps: At(steps)),
+    "on_signal": _Part(_SIGNALS, lambda names: OnSignal(*([names] if isinstance(names, str) else names))),
+    "time_limit": _Part(_DURATION, lambda limit: _time_limit(limit)),
+    "on_last_step": _Part(_COUNT, OnLastStep),
+}
+KEEP_KEYS = {
+    "last": _Part(_COUNT, KeepLast),
+    "best": _Part(_BEST, lambda best: _keep_best(best)),
+    "every_steps": _Part(_COUNT, lambda steps: KeepEvery(steps=steps)),
+    "every_minutes": _Part(_MINUTES, lambda minutes: KeepEvery(minutes=minutes)),
+    "tagged": _Part(_BOOLEAN, lambda on: KeepTagged() if on else None),
+    "all": _Part(_BOOLEAN, lambda on: KeepAll() if on else None),
+}
+_RANKING = {"metric": _TEXT, "n": _COUNT, "mode": _one_of(("min", "max"))}
+_PLACES = {"save": SAVE_KEYS, "keep": KEEP_KEYS}
+
+
+def _policy(name: str, value: Any, kind: type, parts: Mapping[str, _Part]) -> Any:
+    """The policy that plain data says; a policy, or nothing, as it is."""
+    if value is None or isinstance(value, kind):
+        return value
+    if not isinstance(value, Mapping):
+        raise UsageError(f"'{name}' takes a policy, or a mapping of {', '.join(parts)}, not {shown(value)}")
+    _check_keys(name, value, parts)
+    built = [_built(f"{name}.{key}", parts[key], inner) for key, inner in value.items()]
+    return _joined(name, [policy for policy in built if policy is not None], parts)
+
+
+def _joined(name: str, chosen: Sequence[Any], parts: Iterable[str]) -> Any:
+    # An empty `keep` is no wish to keep nothing, and an empty `save` none to save never.
+    if not chosen:
+        raise UsageError(f"'{name}' has nothing in it", advice=f"leave it out, or give one of {', '.join(parts)}")
+    return functools.reduce(operator.or_, chosen)
+
+
+def _built(path: str, part: _Part, value: Any) -> Any:
+    _check(path, value, part.wanted)
+    return _made(path, part.build, value)
+
+
+def _made(path: str, build: Callable[[Any], Any], value: Any) -> Any:
+    """What is built from a value; what is wrong with it is said with the key in front."""
+    try:
+        return build(value)
+    except UsageError as error:
+        if error.problem.startswith(f"'{path}"):
+            raise
+        raise UsageError(f"'{path}': {error.problem}", advice=error.advice) from None
+
+
+def _keep_best(best: Any) -> Any:
+    if isinstance(best, Mapping):
+        return _one_ranking("keep.best", best)
+    rankings = [_one_ranking(f"keep.best[{place}]", ranking) for place, ranking in enumerate(best)]
+    return functools.reduce(operator.or_, rankings)
+
+
+def _one_ranking(path: str, ranking: Any) -> KeepBest:
+    if not isinstance(ranking, Mapping):
+        raise UsageError(f"'{path}' takes {{metric, n, mode}}, not {shown(ranking)}")
+    _check_keys(path, ranking, _RANKING)
+    for key, value in ranking.items():
+        _check(f"{path}.{key}", value, _RANKING[key])
+    if "metric" not in ranking:
+        raise UsageError(f"'{path}' has no 'metric'", advice="name the metric to rank by, such as val_loss")
+    return KeepBest(**ranking)
+
+
+def _time_limit(limit: str | float | datetime.time | bool) -> TimeLimit | None:
+    if isinstance(limit, bool):
+        return TimeLimit() if limit else None
+    # TOML reads 03:50:00 as a time of the day. YAML reads 13:50:00 as a number of seconds, which is right as it is.
+    return TimeLimit(limit.isoformat() if isinstance(limit, datetime.time) else limit)
+
+
+# Keys
+
+
+def _check_keys(path: str, data: Mapping[Any, Any], valid: Iterable[str]) -> None:
+    names = list(valid)
+    for key in data:
+        if not isinstance(key, str) or key not in names:
+            raise _unknown(f"{path}." if path else "", key, names)
+
+
+def _unknown(front: str, key: Any, names: Sequence[str]) -> UsageError:
+    problem = f"'{front}{key!s:.80}' is no key of a checkpoint config"
+    near = nearest(str(key), names)
+    if near is not None:
+        return UsageError(problem, advice=f"did you mean '{front}{near}'?")
+    elsewhere = [f"{place}.{key}" for place, parts in _PLACES.items() if key in parts]
+    if elsewhere:
+        return UsageError(problem, advice=f"did you mean '{elsewhere[0]}'?")
+    return UsageError(problem, advice=f"use one of {', '.join(front + name for name in names)}")
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """The name that was most likely meant, if any is near."""
+    return next(iter(difflib.get_close_matches(name, list(names), n=1)), None)
+
+
+# Files
+
+
+def _is_path(text: str, suffixes: tuple[str, ...]) -> bool:
+    return "\n" not in text and ": " not in text and text.endswith(suffixes)
+
+
+def _read(file: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise KeyMissingError("there is no such config", file=file, advice="check the path") from None
+    except OSError as error:
+        raise StorageError.of(error, "reading the config", file=file) from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"it is no text in UTF-8: {error}", file=file) from None
+
+
+def _parsed(text: str, parse: Callable[[str], Any]) -> Any:
+    try:
+        return parse(text)
+    except UsageError:
+        raise
+    except ValueError as error:
+        raise UsageError(f"the config is no TOML: {error}") from None
+
+
+def _parse_yaml(text: str) -> Any:
+    try:
+        import yaml  # type: ignore[import-untyped]
+    except ImportError:
+        raise ImportError("reading a config from YAML needs PyYAML; pip install pyyaml, or write it in TOML") from None
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UsageError(f"the config is no YAML: {error}") from None
+    return {} if data is None else data

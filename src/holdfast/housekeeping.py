@@ -1,0 +1,308 @@
+"""Keep a run in order behind the training: links for people, what to keep, what nobody will ever need again.
+
+Only the run's writer does it, on the leader, in a thread of its own. A checkpoint that goes is first no checkpoint any
+more, durably; then its bytes go, unless somebody reads them. A crash in between leaves debris, which the next writer
+closes and clears away.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence, Set
+from types import MappingProxyType
+from typing import Any
+
+from holdfast.background import Backstage
+from holdfast.catalog import Catalog, Checkpoint, Scan, best_of
+from holdfast.errors import HoldfastError, StorageError, UsageError
+from holdfast.identity import Identity, is_alive
+from holdfast.lease import Readers
+from holdfast.policies import KeepPolicy, Record
+from holdfast.records import layout
+from holdfast.records.events import Event
+from holdfast.records.linknames import LinkTemplate
+from holdfast.stages.retain import Decision, retain
+
+logger = logging.getLogger("holdfast")
+
+__all__ = ["Housekeeper", "records_of"]
+
+_NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9._=+-]")
+
+
+class Housekeeper:
+    """Tidies one run, whenever it is asked to.
+
+    keep: None keeps everything. links: whether there are links for people, and after which template one for each
+    checkpoint. may_write: raises when this process is not the run's writer any more. in_use: digests of checkpoints
+    that the training itself still needs.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        *,
+        keep: KeepPolicy | None,
+        links: bool | LinkTemplate = True,
+        may_write: Callable[[], None] = lambda: None,
+        in_use: Callable[[], set[str | None]] = set,
+        tell: Callable[[Event], None] = lambda event: None,
+    ) -> None:
+        self._catalog = catalog
+        self._keep = keep
+        self._links = links
+        self._may_write = may_write
+        self._in_use = in_use
+        self._tell = tell
+        self._readers = Readers(catalog.storage)
+        self._backstage = Backstage()
+        self._doomed: dict[str, int] = {}
+        self._damaged: dict[Checkpoint, str] = {}
+        self._said_unknown = False
+        weakref.finalize(self, self._backstage.stop)
+
+    def tidy_behind(self) -> None:
+        """Tidy in the background. What fails is logged, and tried again after the next save."""
+        self._backstage.do(lambda: self._try(self.tidy))
+
+    def do_behind(self, work: Callable[[], object]) -> None:
+        """Do something of the caller's in the same thread, in its turn."""
+        self._backstage.do(lambda: self._try(work))
+
+    def set_aside(self, damaged: Mapping[Checkpoint, str]) -> None:
+        """Have it written down, when this process next tidies, that these were found to be damaged: nobody shall count
+        on them, and nobody remove them before somebody has looked at them."""
+        self._damaged.update(damaged)
+
+    def wait(self) -> None:
+        """Return when everything that was asked for is done."""
+        self._backstage.wait()
+
+    def close(self) -> None:
+        self.wait()
+        self._backstage.stop()
+
+    def plan(self) -> list[Decision]:
+        """What would be kept and what would go, and why. Does nothing."""
+        return self._plan(self._catalog.scan())
+
+    def tidy(self) -> list[Decision]:
+        """Move the links, remove what is not kept, clear away debris."""
+        self._may_write()
+        self._note_damage()
+        scan = self._catalog.glance()
+        plan = self._plan(scan)
+        self._collect(scan)
+        gone = {decision.folder for decision in plan if not decision.keep}
+        kept = [found for found in scan.checkpoints if found.folder not in gone]
+        # The links first: none may lead to what is about to go.
+        self._point(kept)
+        for checkpoint in reversed(scan.checkpoints):
+            if checkpoint.folder in gone:
+                self._remove(checkpoint)
+        for folder in list(self._doomed):
+            self._clear(folder)
+        return plan
+
+    def _try(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except ReferenceError:
+            return  # the manager is gone
+        except HoldfastError as error:
+            logger.warning("the run could not be tidied up; it will be after the next save: %s", error)
+        except Exception:
+            logger.exception("the run could not be tidied up; it will be after the next save")
+
+    def _note_damage(self) -> None:
+        while self._damaged:
+            checkpoint, damage = next(iter(self._damaged.items()))
+            self._catalog.note(checkpoint, damage=damage)
+            del self._damaged[checkpoint]
+
+    # What stays
+
+    def _plan(self, scan: Scan) -> list[Decision]:
+        if self._keep is None:
+            return [Decision(found.folder, found.step, True, ("everything is kept",)) for found in scan.checkpoints]
+        self._warn_of_unknown_metrics(scan)
+        records = records_of(scan, self._catalog, reading=self._readers.folders(), in_use=self._in_use())
+        return retain(records, self._keep)
+
+    def _warn_of_unknown_metrics(self, scan: Scan) -> None:
+        """Once: a metric that no checkpoint has may be one that is reported late, or one that is spelled wrong."""
+        if self._said_unknown or self._keep is None or not scan.checkpoints:
+            return
+        known = {name for checkpoint in scan.checkpoints for name in checkpoint.metrics}
+        unknown = sorted({metric for metric, _ in self._keep.metrics} - known)
+        if unknown:
+            self._said_unknown = True
+            logger.warning(
+                "no checkpoint has the metric '%s' that KeepBest ranks by (there are: %s); until one is saved or "
+                "reported with it, all rank as the worst",
+                unknown[0],
+                ", ".join(sorted(known)) or "none",
+            )
+
+    # What goes
+
+    def _remove(self, checkpoint: Checkpoint) -> None:
+        begin = time.monotonic()
+        self._may_write()
+        if checkpoint.folder in self._readers.folders():
+            return
+        self._catalog.uncommit(checkpoint.folder)
+        self._doomed[checkpoint.folder] = checkpoint.step
+        self._clear(checkpoint.folder)
+        logger.info("removed step %d (%s)", checkpoint.step, checkpoint.folder)
+        self._tell(
+            Event(
+                "pruned",
+                checkpoint.step,
+                0,
+                time.monotonic() - begin,
+                size_bytes=checkpoint.size_bytes,
+                path=checkpoint.path,
+            )
+        )
+
+    def _clear(self, folder: str) -> None:
+        """The bytes of what is no checkpoint any more; later, if somebody came to read it just before."""
+        if folder not in self._readers.folders():
+            self._catalog.remove(folder)
+            self._doomed.pop(folder, None)
+
+    def _collect(self, scan: Scan) -> None:
+        """Clear away attempts that were closed, and so can never be committed. The word that says so stays as long as
+        their writer may live: without it he could."""
+        for folder in scan.closed:
+            self._catalog.clear(folder)
+            if _is_dead(self._catalog.attempt_record(folder)):
+                self._catalog.remove(folder)
+
+    # Links
+
+    def _point(self, kept: Sequence[Checkpoint]) -> None:
+        if self._links is False or not hasattr(self._catalog.storage, "point"):
+            return
+        sound = [checkpoint for checkpoint in kept if not checkpoint.damage]
+        wanted = {layout.LATEST_LINK: kept[0].folder} if kept else {}
+        wanted |= self._best(sound)
+        if isinstance(self._links, LinkTemplate):
+            wanted |= self._named(kept, self._links)
+        self._move(wanted)
+
+    def _best(self, sound: Sequence[Checkpoint]) -> dict[str, str]:
+        """`best`, and one for each metric when there are several. The first one that is kept by is `best`."""
+        metrics = self._keep.metrics if self._keep is not None else ()
+        found: dict[str, str] = {}
+        for metric, mode in metrics:
+            best = best_of(sound, metric, mode)
+            if best is None:
+                continue
+            found.setdefault(layout.BEST_LINK, best.folder)
+            if len(metrics) > 1:
+                found[f"{layout.BEST_LINK}-{_NOT_IN_A_NAME.sub('_', metric)}"] = best.folder
+        return found
+
+    def _named(self, kept: Sequence[Checkpoint], template: LinkTemplate) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for checkpoint in reversed(kept):
+            try:
+                found[template.format(_values(checkpoint))] = checkpoint.folder
+            except (UsageError, HoldfastError) as error:
+                logger.debug("no link for step %d: %s", checkpoint.step, error)
+        return found
+
+    def _move(self, wanted: Mapping[str, str]) -> None:
+        storage: Any = self._catalog.storage
+        try:
+            present = storage.links()
+            for name, target in wanted.items():
+                if present.get(name) != target:
+                    storage.point(name, target)
+            for name, target in present.items():
+                if name not in wanted and self._is_ours(name, target):
+                    storage.unpoint(name)
+        except StorageError as error:
+            logger.warning("the links could not be moved: %s", error)
+
+    def _is_ours(self, name: str, target: str) -> bool:
+        """Whether a link that is not wanted is one that this made: only those may go."""
+        if layout.parse_folder(target) is None:
+            return False
+        if name == layout.BEST_LINK or name.startswith(f"{layout.BEST_LINK}-"):
+            return True
+        return isinstance(self._links, LinkTemplate) and _reads(self._links, name)
+
+
+def _reads(template: LinkTemplate, name: str) -> bool:
+    try:
+        return template.parse(name) is not None
+    except UsageError:
+        return True  # it can be read in more than one way
+
+
+def records_of(
+    scan: Scan, catalog: Catalog, *, reading: Set[str] = frozenset(), in_use: Set[str | None] = frozenset()
+) -> list[Record]:
+    """The checkpoints of a run as retention sees them."""
+    newest = next((found for found in scan.checkpoints if not found.damage), None)
+    line = {found.folder for found in catalog.lineage(newest.digest, scan)} if newest is not None else set()
+    return [
+        Record(
+            folder=found.folder,
+            step=found.step,
+            sequence=found.sequence,
+            created_seconds=found.created.timestamp(),
+            metrics=_numbers(found.metrics),
+            tags=found.tags,
+            on_line=found.folder in line,
+            shield=_shield(found, reading, in_use),
+            counts=not found.damage,
+        )
+        for found in scan.checkpoints
+    ]
+
+
+def _shield(checkpoint: Checkpoint, reading: Set[str], in_use: Set[str | None]) -> str:
+    if checkpoint.damage:
+        return f"damaged, kept aside: {checkpoint.damage}"
+    if checkpoint.folder in reading:
+        return "somebody reads it"
+    if checkpoint.digest in in_use:
+        return "this training continues from it"
+    return ""
+
+
+def _numbers(metrics: Mapping[str, Any]) -> Mapping[str, int | float]:
+    return MappingProxyType({name: value for name, value in metrics.items() if isinstance(value, int | float)})
+
+
+def _values(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What a link's name may say of a checkpoint: its numbers, its step and the name of its run."""
+    name = checkpoint.storage.url.rstrip("/").rpartition("/")[2]
+    return {
+        **_numbers(checkpoint.progress),
+        **_numbers(checkpoint.metrics),
+        "step": checkpoint.step,
+        "sequence": checkpoint.sequence,
+        "name": name,
+    }
+
+
+def _is_dead(record: Mapping[str, Any]) -> bool:
+    """Whether the process that began an attempt, as it said itself, is seen to be gone."""
+    try:
+        writer = Identity(str(record["host"]), str(record["machine"]), int(record["process"]), record["birth"])
+    except (KeyError, TypeError, ValueError):
+        return False
+    trainer = record.get("trainer")
+    return is_alive(writer) is False and (trainer is None or _is_gone(writer, trainer, record.get("trainer_birth")))
+
+
+def _is_gone(writer: Identity, trainer: Any, birth: Any) -> bool:
+    return isinstance(trainer, int) and is_alive(Identity(writer.host, writer.machine, trainer, birth)) is False

@@ -1,0 +1,383 @@
+"""Whose run it is: one writer at a time, and which checkpoints are being read. Knows storage; knows no torch.
+
+A claim is a key that is created once; whoever creates the next number is the writer. Its holder adds a beat now and
+then. A holder on this machine is looked up among the processes; one elsewhere counts as dead when no beat has come for
+as long as its claim says, by the clock of whoever watches: clocks of two machines are never compared.
+
+The number fences: who holds it may commit only while there is no higher one. Between that look and the commit lies a
+moment, so whoever takes a run over also closes every open attempt (`Catalog.close_attempts`), after its own claim: an
+attempt that was begun before finds its manifest's name taken, and one that is begun later finds the higher number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+import msgspec
+
+from holdfast.errors import HoldfastError, KeyExistsError, KeyMissingError, RunInUseError, StorageError
+from holdfast.identity import Identity, is_alive, this_process
+from holdfast.records import layout
+from holdfast.storage.base import Entry, Storage
+
+logger = logging.getLogger("holdfast")
+
+__all__ = ["DEFAULT_TIMEOUT_SECONDS", "Clock", "Heart", "Lease", "Readers", "reading", "require_number"]
+
+DEFAULT_TIMEOUT_SECONDS = 60.0
+_BEATS_PER_TIMEOUT = 6
+_LOOKS_PER_BEAT = 4
+_MAX_RECORD_BYTES = 1 << 16
+_BEAT = ".beat-"
+_CLAIM = ".json"
+_RELEASED = ".released"
+_NUMBER = re.compile(r"([0-9]{9,19})\.json", re.ASCII)
+
+
+class _Claim(msgspec.Struct, frozen=True):
+    """Who holds something, and after how long a silence he does not any more."""
+
+    holder: Identity
+    started: str
+    timeout_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Time that passes, for those who wait for it."""
+
+    now: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+
+class Lease:
+    """The right to write to a run. Held until it is released, or until somebody has reason to take it over."""
+
+    def __init__(self, storage: Storage, number: int, heart: Heart) -> None:
+        self.number = number
+        self._storage = storage
+        self._heart = heart
+        self._owner = os.getpid()
+        self._held = True
+        weakref.finalize(self, heart.stop)
+
+    @classmethod
+    def acquire(
+        cls,
+        storage: Storage,
+        *,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        identity: Identity | None = None,
+        clock: Clock | None = None,
+    ) -> Lease:
+        """Become the writer of a run. A RunInUseError when somebody who lives is; who may have died elsewhere is
+        watched for as long as his claim says."""
+        claim = _Claim(identity or this_process(), _now(), timeout_seconds)
+        while True:
+            entries = storage.entries(layout.LEASE)
+            highest = _highest(entries)
+            if highest:
+                _require_free(storage, highest, entries, claim, clock or Clock())
+            try:
+                storage.put(_key(layout.LEASE, _name(highest + 1), _CLAIM), msgspec.json.encode(claim) + b"\n")
+            except KeyExistsError:
+                continue  # somebody was faster; look again who it is
+            storage.sync(layout.LEASE)
+            _forget_older(storage, highest, entries)
+            heart = Heart.of_lease(storage, highest + 1, timeout_seconds)
+            heart.start()
+            return cls(storage, highest + 1, heart)
+
+    def require(self) -> None:
+        """Raise if somebody else has become the writer."""
+        require_number(self._storage, self.number)
+
+    def release(self) -> None:
+        """Let the next one have it at once. Idempotent; a forked child releases nothing."""
+        self._heart.stop()
+        if not self._held or self._owner != os.getpid():
+            return
+        self._held = False
+        try:
+            self._storage.put(_key(layout.LEASE, _name(self.number), _RELEASED), b"{}\n")
+        except KeyExistsError:
+            pass
+        except StorageError as error:
+            logger.warning("the run could not be released; the next writer will see by itself: %s", error)
+
+
+def require_number(storage: Storage, number: int) -> None:
+    """Raise if there is a writer with a higher number than this one: whoever has this one may not commit any more."""
+    highest = _highest(storage.entries(layout.LEASE))
+    if highest <= number:
+        return
+    holder = _read_claim(storage, highest)
+    raise RunInUseError(
+        f"{holder.holder if holder else 'another process'} has taken this run over",
+        host=holder.holder.host if holder else "",
+        process=holder.holder.process if holder else None,
+        run=storage.url,
+        advice="this process may not save to it any more; nothing that was committed is lost",
+    )
+
+
+def _require_free(storage: Storage, number: int, entries: Sequence[Entry], mine: _Claim, clock: Clock) -> None:
+    """Return when the holder of a number does not hold it any more; raise when he does."""
+    names = {entry.name for entry in entries}
+    if f"{_name(number)}{_RELEASED}" in names:
+        return
+    claim = _read_claim(storage, number)
+    if claim is None:
+        return
+    if claim.holder == mine.holder:
+        logger.warning(
+            "this process opened the run %s before, and did not close it: that manager cannot save any more",
+            storage.url,
+        )
+        return
+    alive = is_alive(claim.holder)
+    if alive is None:
+        alive = _beats(storage, number, claim, clock)
+    if alive:
+        raise _in_use(storage, number, claim)
+
+
+def _beats(storage: Storage, number: int, claim: _Claim, clock: Clock) -> bool:
+    """Whether a holder on another machine gives a sign within the time that his claim states."""
+    pause = claim.timeout_seconds / _BEATS_PER_TIMEOUT / _LOOKS_PER_BEAT
+    first = _last_beat(storage.entries(layout.LEASE), _name(number))
+    deadline = clock.now() + claim.timeout_seconds
+    logger.warning(
+        "%s held the run %s; waiting up to %g s for a sign of it", claim.holder, storage.url, claim.timeout_seconds
+    )
+    while clock.now() < deadline:
+        clock.sleep(pause)
+        entries = storage.entries(layout.LEASE)
+        if f"{_name(number)}{_RELEASED}" in {entry.name for entry in entries}:
+            return False
+        if _last_beat(entries, _name(number)) != first or _highest(entries) != number:
+            return True
+    return False
+
+
+def _in_use(storage: Storage, number: int, claim: _Claim) -> RunInUseError:
+    age = _age_seconds(storage, number, claim)
+    return RunInUseError(
+        f"{claim.holder} writes to this run; it began at {claim.started} and was heard of {age:.0f} s ago",
+        host=claim.holder.host,
+        process=claim.holder.process,
+        age_seconds=age,
+        run=storage.url,
+        advice="end that training first, or give this one a run of its own; reading needs no permission",
+    )
+
+
+def _age_seconds(storage: Storage, number: int, claim: _Claim) -> float:
+    beat = _last_beat(storage.entries(layout.LEASE), _name(number))
+    said = claim.started
+    if beat:
+        with contextlib.suppress(StorageError):
+            said = storage.read(_beat_key(layout.LEASE, _name(number), beat), _MAX_RECORD_BYTES).decode().strip()
+    try:
+        return max((datetime.now(UTC) - datetime.fromisoformat(said)).total_seconds(), 0.0)
+    except ValueError:
+        return 0.0
+
+
+def _forget_older(storage: Storage, highest: int, entries: Sequence[Entry]) -> None:
+    """Remove what the holders before the last left behind. The last one's claim stays, so that he finds out."""
+    for entry in entries:
+        number = entry.name.partition(".")[0]
+        if number.isdigit() and (int(number) < highest or _BEAT in entry.name):
+            with contextlib.suppress(StorageError):
+                storage.delete(f"{layout.LEASE}/{entry.name}")
+
+
+class Heart:
+    """Adds a beat to a claim every so often, in a thread, until it is stopped or the claim is gone or overtaken.
+
+    `only_if`: beats only while this is so; for a writer process, which speaks for its trainer when that is gone.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        folder: str,
+        name: str,
+        interval_seconds: float,
+        only_if: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._storage = storage
+        self._folder = folder
+        self._claim_name = name
+        self._interval_seconds = interval_seconds
+        self._only_if = only_if
+        self._stopped = threading.Event()
+        self._warned = False
+
+    @classmethod
+    def of_lease(
+        cls,
+        storage: Storage,
+        number: int,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        *,
+        only_if: Callable[[], bool] = lambda: True,
+    ) -> Heart:
+        return cls(storage, layout.LEASE, _name(number), timeout_seconds / _BEATS_PER_TIMEOUT, only_if)
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="holdfast-lease", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def beat(self) -> bool:
+        """Add one beat; False when there is nothing to keep alive any more."""
+        entries = self._storage.entries(self._folder)
+        if f"{self._claim_name}{_CLAIM}" not in {entry.name for entry in entries}:
+            return False
+        if self._folder == layout.LEASE and _highest(entries) > int(self._claim_name):
+            return False
+        last = _last_beat(entries, self._claim_name)
+        try:
+            self._storage.put(_beat_key(self._folder, self._claim_name, last + 1), _now().encode() + b"\n")
+        except KeyExistsError:
+            return True  # the other one who speaks for this claim did
+        if last:
+            self._storage.delete(_beat_key(self._folder, self._claim_name, last))
+        return True
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._interval_seconds):
+            try:
+                if self._only_if() and not self.beat():
+                    return
+            except HoldfastError as error:
+                if not self._warned:
+                    self._warned = True
+                    logger.warning("no sign of life could be left with the run: %s", error)
+
+
+# Readers
+
+
+@contextmanager
+def reading(storage: Storage, folder: str) -> Iterator[None]:
+    """Say that a checkpoint is being read, so that nobody removes its bytes meanwhile. Look at its manifest only after
+    this: a checkpoint that was given up before is not there then. Where nothing can be written nothing is said."""
+    name = f"{folder}--{uuid.uuid4().hex[:12]}"
+    claim = _Claim(this_process(), _now(), DEFAULT_TIMEOUT_SECONDS)
+    try:
+        storage.put(_key(layout.READERS, name, _CLAIM), msgspec.json.encode(claim) + b"\n")
+    except StorageError as error:
+        logger.debug("%s is read without saying so: %s", folder, error)
+        yield
+        return
+    heart = Heart(storage, layout.READERS, name, DEFAULT_TIMEOUT_SECONDS / _BEATS_PER_TIMEOUT)
+    heart.start()
+    try:
+        yield
+    finally:
+        heart.stop()
+        _forget_reader(storage, name)
+
+
+@dataclass(slots=True)
+class Readers:
+    """What is being read, as one process sees it again and again."""
+
+    storage: Storage
+    clock: Clock = field(default_factory=Clock)
+    _seen: dict[str, tuple[int, float]] = field(default_factory=dict)
+
+    def folders(self) -> set[str]:
+        """The checkpoints that somebody reads. Claims of readers that are gone are removed."""
+        entries = self.storage.entries(layout.READERS)
+        found = set()
+        for entry in entries:
+            if not entry.name.endswith(_CLAIM):
+                continue
+            name = entry.name.removesuffix(_CLAIM)
+            if self._lives(name, _last_beat(entries, name)):
+                found.add(name.partition("--")[0])
+            else:
+                _forget_reader(self.storage, name)
+        return found
+
+    def _lives(self, name: str, beat: int) -> bool:
+        try:
+            claim = msgspec.json.decode(
+                self.storage.read(_key(layout.READERS, name, _CLAIM), _MAX_RECORD_BYTES), type=_Claim
+            )
+        except KeyMissingError:
+            return False
+        except (StorageError, msgspec.MsgspecError):
+            return True
+        alive = is_alive(claim.holder)
+        if alive is not None:
+            return alive
+        last, since = self._seen.get(name, (-1, 0.0))
+        if beat != last:
+            self._seen[name] = (beat, self.clock.now())
+            return True
+        return self.clock.now() - since < claim.timeout_seconds
+
+
+def _forget_reader(storage: Storage, name: str) -> None:
+    with contextlib.suppress(StorageError):
+        for entry in storage.entries(layout.READERS):
+            if entry.name.startswith(f"{name}."):
+                storage.delete(f"{layout.READERS}/{entry.name}")
+
+
+# Names
+
+
+def _name(number: int) -> str:
+    return f"{number:09d}"
+
+
+def _key(folder: str, name: str, ending: str) -> str:
+    return layout.key(folder, f"{name}{ending}")
+
+
+def _beat_key(folder: str, name: str, beat: int) -> str:
+    return _key(folder, name, f"{_BEAT}{beat:09d}")
+
+
+def _highest(entries: Sequence[Entry]) -> int:
+    numbers = (_NUMBER.fullmatch(entry.name) for entry in entries)
+    return max((int(match[1]) for match in numbers if match), default=0)
+
+
+def _last_beat(entries: Sequence[Entry], name: str) -> int:
+    front = f"{name}{_BEAT}"
+    beats = (entry.name.removeprefix(front) for entry in entries if entry.name.startswith(front))
+    return max((int(beat) for beat in beats if beat.isdigit()), default=0)
+
+
+def _read_claim(storage: Storage, number: int) -> _Claim | None:
+    """The claim with that number; None when it is gone."""
+    try:
+        data = storage.read(_key(layout.LEASE, _name(number), _CLAIM), _MAX_RECORD_BYTES)
+        return msgspec.json.decode(data, type=_Claim)
+    except KeyMissingError:
+        return None
+    except msgspec.MsgspecError as error:
+        raise StorageError(f"it is no claim: {error}", file=_key(layout.LEASE, _name(number), _CLAIM)) from None
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="microseconds")

@@ -1,0 +1,107 @@
+"""Decide when to save and when to stop, on all ranks alike. A step enters; the wish of the triggers leaves.
+
+What the step alone decides every rank finds for itself. Clocks and signals are the leader's word: it looks at them once
+per step and tells the others; a signal that comes to another rank is passed on to it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from holdfast.identity import seconds_since_birth
+from holdfast.policies import Moment, Trigger, Wish, split
+from holdfast.ranks import Ranks
+from holdfast.signals import SignalWatch
+
+logger = logging.getLogger("holdfast")
+
+__all__ = ["Pace", "Time"]
+
+_LOOK_FOR_FLAGS_SECONDS = 0.1
+_NOTHING = Wish(False, False, ())
+
+
+@dataclass(frozen=True, slots=True)
+class Time:
+    """The clocks that triggers are asked with: one that only goes forward, the wall's, and the age of the process."""
+
+    now: Callable[[], float] = time.monotonic
+    wall: Callable[[], float] = time.time
+    running: Callable[[], float] = seconds_since_birth
+
+
+class Pace:
+    """The triggers of one manager."""
+
+    def __init__(self, trigger: Trigger | None, ranks: Ranks, clocks: Time | None = None) -> None:
+        self._by_step, self._by_leader = split(trigger) if trigger is not None else (None, None)
+        self._ranks = ranks
+        self._time = clocks or Time()
+        self._watch = SignalWatch(trigger.signals if trigger is not None else ())
+        self._flagged = False
+        self._flags: frozenset[str] = frozenset()
+        self._next_look = 0.0
+        self._last_save = self._time.now()
+        self._last_epoch: int | None = 0
+
+    @property
+    def asks_leader(self) -> bool:
+        """Whether every question is one to the leader, and so has to be asked on all ranks."""
+        return self._by_leader is not None
+
+    def ask(self, step: int, epoch: int | None) -> Wish:
+        """What the triggers want after a step. Changes nothing that a later question depends on."""
+        mine = _NOTHING if self._by_step is None else self._by_step.wish(Moment(step, epoch, self._last_epoch))
+        if self._by_leader is None:
+            return mine
+        self._pass_signals_on()
+        word = self._ranks.leaders_word(lambda: self._word(step, epoch))
+        return _both(mine, msgspec.msgpack.decode(word, type=Wish) if word else _NOTHING)
+
+    def note_step(self, epoch: int | None) -> None:
+        """A step is over, whatever came of it."""
+        self._last_epoch = epoch if epoch is not None else self._last_epoch
+
+    def note_start(self, epoch: int | None) -> None:
+        """A run begins, afresh or again, with so many epochs done, where that is known."""
+        self._last_epoch = epoch
+
+    def note_save(self) -> None:
+        self._last_save = self._time.now()
+
+    def close(self) -> None:
+        self._watch.close()
+
+    def _word(self, step: int, epoch: int | None) -> bytes:
+        """The leader's: nothing, most of the time."""
+        if self._by_leader is None:
+            return b""
+        now = self._time.now()
+        if self._ranks.size > 1 and now >= self._next_look:
+            self._next_look = now + _LOOK_FOR_FLAGS_SECONDS
+            self._flags = frozenset(self._ranks.flags())
+        moment = Moment(
+            step,
+            epoch,
+            self._last_epoch,
+            seconds_since_save=now - self._last_save,
+            seconds_running=self._time.running(),
+            wall_seconds=self._time.wall(),
+            signals=self._flags | self._watch.received,
+        )
+        wish = self._by_leader.wish(moment)
+        return msgspec.msgpack.encode(wish) if wish.save or wish.stop else b""
+
+    def _pass_signals_on(self) -> None:
+        if self._ranks.rank != 0 and self._watch.received and not self._flagged:
+            self._flagged = True
+            self._ranks.flag(sorted(self._watch.received))
+
+
+def _both(one: Wish, other: Wish) -> Wish:
+    return Wish(one.save or other.save, one.stop or other.stop, (*one.reasons, *other.reasons))

@@ -1,0 +1,50 @@
+"""Notice signals without acting on them. Names enter; which of them came leaves. Knows nothing of what follows."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any
+
+from holdfast.errors import UsageError
+
+logger = logging.getLogger("holdfast")
+
+__all__ = ["SignalWatch"]
+
+
+class SignalWatch:
+    """Notes the signals that come to this process. Handlers that were there before are called, and put back at the
+    end; what a signal does by default, such as to end the process, it does not do meanwhile."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.received: set[str] = set()
+        self._previous: dict[signal.Signals, Any] = {}
+        wanted = [signal.Signals[name] for name in sorted(names)]
+        if wanted and threading.current_thread() is not threading.main_thread():
+            raise UsageError(
+                f"signals ({', '.join(one.name for one in wanted)}) can only be watched from the main thread",
+                advice="build the manager there, or leave OnSignal out",
+            )
+        for number in wanted:
+            self._previous[number] = signal.signal(number, self._note)
+
+    def close(self) -> None:
+        """Put the handlers back that were there, unless somebody has put others in their place since."""
+        for number, previous in self._previous.items():
+            if threading.current_thread() is not threading.main_thread():
+                logger.warning("the handler of %s stays: it can only be put back in the main thread", number.name)
+            elif signal.getsignal(number) == self._note:
+                signal.signal(number, previous if previous is not None else signal.SIG_DFL)
+        self._previous = {}
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        # Nothing else here: the handler may run in the middle of anything, also of a save.
+        self.received.add(signal.Signals(number).name)
+        previous = self._previous.get(signal.Signals(number))
+        # Python's own handler of SIGINT is only its way to do what the signal does by default.
+        if callable(previous) and previous is not signal.default_int_handler:
+            previous(number, frame)

@@ -1,0 +1,996 @@
+"""The life of a run as a game: what may happen to it, and what must hold after everything that does.
+
+A model is kept beside the run: which checkpoints there are, what was said of them, who reads, who writes. After each
+action the shelf is compared with it, without asking the code that is tested, but for one scan, which must agree too.
+What retention may remove is worked out by `_goes`, on its own: simple, slow, and from the words of the policies alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from blake3 import blake3
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+import holdfast
+from holdfast.catalog import Catalog, Checkpoint
+from holdfast.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    HoldfastError,
+    KeyExistsError,
+    RunInUseError,
+)
+from holdfast.lease import reading
+from holdfast.manager import CheckpointManager, RestoreResult
+from holdfast.policies import KeepPolicy
+from holdfast.testing import SimulatedCrash
+from tests.crash.room import Door, Fault, Process, Room
+
+__all__ = ["Life", "Violation"]
+
+TAGS = ("gold", "silver")
+METRICS = (0.5, 0.25, 0.5, math.nan, math.inf, -math.inf, 0.0, 1, 2**53, 2**53 + 1)
+MOST_TRAINERS = 3
+DEAD = object()
+
+
+class Violation(AssertionError):
+    """A guarantee does not hold."""
+
+
+class Keep(NamedTuple):
+    """A policy in plain words, for `_goes`, and for building the real one."""
+
+    kind: str
+    n: int = 1
+    metric: str = "loss"
+    mode: Any = "min"
+
+    def real(self) -> KeepPolicy:
+        if self.kind == "last":
+            return holdfast.KeepLast(self.n)
+        if self.kind == "best":
+            return holdfast.KeepBest(self.metric, self.n, self.mode)
+        if self.kind == "every":
+            return holdfast.KeepEvery(steps=self.n)
+        if self.kind == "oldest":
+            return holdfast.KeepEvery(minutes=10.0**9)
+        return holdfast.KeepTagged() if self.kind == "tagged" else holdfast.KeepAll()
+
+
+Policies = tuple[Keep, ...] | None
+
+POLICIES: tuple[Policies, ...] = (
+    (Keep("last", 1),),
+    (Keep("last", 2),),
+    None,
+    (Keep("tagged"),),
+    (Keep("best", 1),),
+    (Keep("best", 2, "acc", "max"), Keep("last", 1)),
+    (Keep("every", 2),),
+    (Keep("last", 2), Keep("best", 1), Keep("best", 1, "acc", "max")),
+    (Keep("every", 3), Keep("best", 1, "loss", "max")),
+    (Keep("oldest"), Keep("last", 1)),
+    (Keep("all"),),
+)
+
+
+class Said(NamedTuple):
+    """What notes say of a checkpoint, together with its manifest."""
+
+    tags: frozenset[str]
+    metrics: tuple[tuple[str, str], ...]
+    damaged: bool
+
+    @classmethod
+    def of(cls, tags: Iterable[str], metrics: dict[str, Any], damaged: bool) -> Said:
+        # As texts: NaN is not the same as itself, 1 is not 1.0 and 2**53 + 1 not the float next to it.
+        return cls(frozenset(tags), tuple(sorted((name, repr(value)) for name, value in metrics.items())), damaged)
+
+
+@dataclass(eq=False)
+class Kept:
+    """A checkpoint in the model. `firm`: somebody was told that it is committed. `broken`: its bytes are. `passed`:
+    somebody found that out, and will write it down. `or_else`: what may be said of it instead of what is, because a note
+    is on its way, or was not made durable."""
+
+    digest: str
+    folder: str
+    step: int
+    sequence: int
+    line: frozenset[int]
+    mark: int
+    files: tuple[str, ...]
+    metrics: dict[str, Any]
+    said: Said
+    firm: bool = False
+    broken: bool = False
+    passed: bool = False
+    tried: bool = False
+    or_else: tuple[Said, ...] = ()
+    checked: tuple[bytes, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"{self.folder} (number {self.sequence})"
+
+
+@dataclass(eq=False)
+class Part:
+    """A component whose whole state is its mark."""
+
+    mark: int = -1
+    tensor: torch.Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.int64))
+
+    def become(self, mark: int) -> None:
+        self.mark = mark
+        self.tensor.copy_(torch.tensor([mark, ~mark, mark << 33]))
+
+    def is_of(self, mark: int) -> bool:
+        return self.mark == mark and self.tensor.tolist() == [mark, ~mark, mark << 33]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tensor": self.tensor, "mark": self.mark}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tensor, self.mark = state["tensor"], state["mark"]
+
+
+class Behind:
+    """In the place of the housekeeper's thread: what that would do is done when the game says so."""
+
+    def __init__(self) -> None:
+        self.work: list[Callable[[], None]] = []
+
+    def do(self, work: Callable[[], None]) -> None:
+        self.work.append(work)
+
+    def wait(self) -> None:
+        while self.work:
+            self.work.pop(0)()
+
+    def stop(self) -> None:
+        pass
+
+
+class Manager(CheckpointManager):
+    """A manager without a thread: else no sequence would happen twice in the same way."""
+
+    def _hold_run(self) -> None:
+        self._housekeeper._backstage = Behind()  # type: ignore[assignment]
+        super()._hold_run()
+
+    @property
+    def behind(self) -> Behind:
+        if not isinstance(self._housekeeper._backstage, Behind):
+            self._housekeeper._backstage = Behind()  # type: ignore[assignment]
+        return self._housekeeper._backstage  # type: ignore[return-value]
+
+    @property
+    def number(self) -> int:
+        return self._saver.lease
+
+    def die(self) -> None:
+        """A process that is dead leaves no thread and releases nothing."""
+        lease, self._saver._leader._lease = self._saver._leader._lease, None
+        if lease is not None:
+            lease._heart.stop()
+
+
+@dataclass(eq=False)
+class Trainer:
+    process: Process
+    door: Door
+    manager: Manager
+    keep: Policies
+    links: bool
+    part: Part
+    head: Kept | None = None
+    aside: set[Kept] = field(default_factory=set)
+
+    @property
+    def line(self) -> frozenset[int]:
+        return self.head.line | {self.head.sequence} if self.head is not None else frozenset()
+
+
+@dataclass(eq=False)
+class Reader:
+    process: Process
+    kept: Kept
+    claim: AbstractContextManager[None]
+    alive: bool = True
+
+
+@dataclass(eq=False)
+class Planned:
+    """A save that is under way: what it is a checkpoint of, if it becomes one."""
+
+    step: int
+    mark: int
+    metrics: dict[str, Any]
+    tags: tuple[str, ...]
+    parent: Kept | None
+    line: frozenset[int]
+    became: Kept | None = None
+
+
+@dataclass(eq=False)
+class Underway:
+    who: Trainer
+    adds: Planned | None
+    goes: frozenset[str]
+    met: bool = False
+    fenced: bool = False
+    late: int = 0
+
+
+_faults = st.one_of(
+    st.none(),
+    st.none(),
+    st.builds(
+        Fault,
+        st.sampled_from(("die", "fail", "meet", "power", "full")),
+        st.integers(1, 28),
+        st.booleans(),
+    ),
+)
+_few = st.integers(0, 7)
+_metrics = st.sampled_from(METRICS)
+
+
+class Life(RuleBasedStateMachine):
+    """Trainers, readers and accidents on one run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.room = Room()
+        self.known: dict[str, Kept] = {}
+        self.former: dict[str, Kept] = {}
+        self.trainers: list[Trainer] = []
+        self.readers: list[Reader] = []
+        self.marks = 0
+        self.settled = 0
+        self.wrong: list[str] = []
+        self.underway: list[Underway] = []
+        self.observer = self._door("here")
+        self.catalog = Catalog(self.observer)  # type: ignore[arg-type]
+        self.meetings = 0
+
+    # What may happen
+
+    @initialize(keep=_few, eager=st.booleans())
+    def begin(self, keep: int, eager: bool) -> None:
+        self._start("here", POLICIES[keep], links=True, eager=eager, fault=None)
+
+    @precondition(lambda self: len(self.trainers) < MOST_TRAINERS)
+    @rule(
+        host=st.sampled_from(("here", "far")),
+        keep=st.sampled_from(POLICIES),
+        links=st.booleans(),
+        eager=st.booleans(),
+        restores=st.booleans(),
+        fault=_faults,
+    )
+    def start(self, host: str, keep: Policies, links: bool, eager: bool, restores: bool, fault: Fault | None) -> None:
+        """A process starts on the run, with policies of its own; it takes over from whoever is seen to be gone."""
+        who = self._start(host, keep, links=links, eager=eager, fault=fault)
+        if who is not None and restores and who in self.trainers:
+            self._restore(who, "latest", None)
+
+    @precondition(lambda self: self.trainers)
+    @rule(who=_few, more=st.integers(0, 2), loss=_metrics, acc=_metrics, has=st.integers(0, 3), lazy=st.booleans())
+    def save_next(self, who: int, more: int, loss: float, acc: float, has: int, lazy: bool) -> None:
+        trainer = self._pick(who)
+        step = trainer.head.step + 1 + more if trainer.head is not None else more
+        metrics = {name: value for bit, name, value in ((1, "loss", loss), (2, "acc", acc)) if has & bit}
+        self._save(trainer, step, metrics, None, None, lazy=lazy and more == 2)
+
+    @precondition(lambda self: self.trainers)
+    @rule(who=_few, back=st.integers(-1, 4), loss=_metrics, tag=st.sampled_from((None, *TAGS)), fault=_faults)
+    def save_with_an_accident(self, who: int, back: int, loss: float, tag: str | None, fault: Fault | None) -> None:
+        trainer = self._pick(who)
+        step = max((trainer.head.step if trainer.head is not None else 0) - back, 0)
+        self._save(trainer, step, {"loss": loss}, tag, fault)
+
+    @precondition(lambda self: self.trainers)
+    @rule(who=_few, which=st.sampled_from(("latest", "step", "tag", "missing")), nth=_few, fault=_faults)
+    def restore(self, who: int, which: str, nth: int, fault: Fault | None) -> None:
+        trainer = self._pick(who)
+        kept = self._nth(nth)
+        if which == "step" and kept is not None:
+            self._restore(trainer, kept.step, fault)
+        elif which == "tag":
+            self._restore(trainer, TAGS[nth % 2], fault)
+        else:
+            self._restore(trainer, 999 if which == "missing" else "latest", fault)
+
+    @precondition(lambda self: self.trainers)
+    @rule(who=_few, nth=_few, metric=st.sampled_from(("loss", "acc")), value=_metrics, fault=_faults)
+    def report(self, who: int, nth: int, metric: str, value: float, fault: Fault | None) -> None:
+        kept = self._nth(nth) if nth < 7 else None
+        self._report(self._pick(who), 999 if kept is None else kept.step, {metric: value}, fault)
+
+    @precondition(lambda self: self.trainers)
+    @rule(who=_few, nth=_few, tag=st.sampled_from(TAGS), off=st.booleans(), fault=_faults)
+    def tag(self, who: int, nth: int, tag: str, off: bool, fault: Fault | None) -> None:
+        kept = self._nth(nth) if nth < 7 else None
+        self._tag(self._pick(who), 999 if kept is None else kept.step, tag, off, fault)
+
+    @precondition(lambda self: self.trainers)
+    @rule(who=_few, dry=st.booleans(), fault=_faults)
+    def prune(self, who: int, dry: bool, fault: Fault | None) -> None:
+        trainer = self._pick(who)
+        if dry:
+            self._look_ahead(trainer)
+        self._prune(trainer, fault)
+
+    @precondition(lambda self: self.known)
+    @rule(nth=_few, host=st.sampled_from(("here", "far")))
+    def begin_to_read(self, nth: int, host: str) -> None:
+        kept = self._nth(nth)
+        if kept is not None:
+            self._read(kept, host)
+
+    @precondition(lambda self: any(reader.alive for reader in self.readers))
+    @rule(nth=_few, dies=st.booleans())
+    def end_to_read(self, nth: int, dies: bool) -> None:
+        living = [reader for reader in self.readers if reader.alive]
+        reader = living[nth % len(living)]
+        key, claim = self._claim_of(reader)
+        reader.claim.__exit__(None, None, None)
+        if dies:
+            # It did not end to read, it ended: the claim is still there.
+            self.room.shelf.set(key, claim)
+            reader.process.alive = reader.alive = False
+        else:
+            self.readers.remove(reader)
+
+    @precondition(lambda self: self.known)
+    @rule(nth=_few, values=st.booleans())
+    def damage(self, nth: int, values: bool) -> None:
+        kept = self._nth(nth)
+        if kept is not None and not kept.broken:
+            kept.broken = True
+            self.room.shelf.damage(f"{kept.folder}/{'shared.json' if values else 'rank-00000.safetensors'}")
+
+    @precondition(lambda self: self.trainers)
+    @rule(who=_few, how=st.sampled_from(("close", "kill", "silence", "speak")))
+    def leave(self, who: int, how: str) -> None:
+        trainer = self._pick(who)
+        if how == "close":
+            self._close(trainer)
+        elif how == "kill":
+            self._bury(trainer)
+        else:
+            trainer.process.silent = how == "silence"
+
+    @rule(seed=st.integers(0, 999))
+    def cut_power(self, seed: int) -> None:
+        self._cut_power(seed)
+
+    def teardown(self) -> None:
+        """Everybody goes; the next one finds the run in order, every checkpoint as it was, and clears away the rest."""
+        try:
+            if not self.wrong:
+                self._end()
+        finally:
+            for trainer in list(self.trainers):
+                trainer.manager.die()
+            for reader in self.readers:
+                if reader.alive:
+                    reader.claim.__exit__(None, None, None)
+
+    # How it is done, and what has to come of it
+
+    def _start(self, host: str, keep: Policies, *, links: bool, eager: bool, fault: Fault | None) -> Trainer | None:
+        door = self._door(host)
+        part, policy = Part(), _joined(keep)
+        made: list[Manager] = []
+
+        def open_run() -> None:
+            # Asked to hold the run in the constructor, whoever may not is refused there.
+            trigger = holdfast.Every(steps=10**6) if eager else None
+            options: dict[str, Any] = {"keep": policy, "links": links, "save": trigger, "mode": "sync", "rng": False}
+            made.append(Manager("room", {"part": part}, storage=door, **options))  # type: ignore[arg-type]
+
+        may = self._may_write(door, 0)
+        trainer = Trainer(door.process, door, None, keep, links, part)  # type: ignore[arg-type]
+        door.arm(fault)
+        outcome = self._do(trainer, open_run)
+        if not made:
+            door.process.alive = False
+            if outcome is not DEAD and not door.fired and (may or not isinstance(outcome, RunInUseError)):
+                raise Violation(f"G13: a run that is free was refused: {outcome!r}")
+            return None
+        trainer.manager = made[0]
+        if not may and eager and not door.fired:
+            raise Violation("G13: a second writer was let in")
+        self.trainers.append(trainer)
+        self._tidy(trainer)
+        return trainer
+
+    def _save(
+        self,
+        who: Trainer,
+        step: int,
+        metrics: dict[str, Any],
+        tag: str | None,
+        fault: Fault | None,
+        *,
+        lazy: bool = False,
+    ) -> None:
+        self.marks += 1
+        who.part.become(self.marks)
+        there = [kept for kept in self.known.values() if kept.step == step and kept.sequence in who.line]
+        may, tags = self._may_write(who.door, who.manager.number), () if tag is None else (tag,)
+        planned = Planned(step, self.marks, metrics, tags, who.head, who.line)
+        who.door.arm(fault)
+        outcome = self._do(
+            who,
+            lambda: who.manager.save(step, metrics=metrics, tag=tag).wait(),
+            adds=None if there or not may else planned,
+        )
+        fired = who.door.fired
+        if outcome is DEAD:
+            return
+        if isinstance(outcome, Checkpoint):
+            self._was_saved(who, outcome, planned, there, fired=fired, may=may)
+        elif not fired and (may or there or not isinstance(outcome, RunInUseError)):
+            raise Violation(f"G6: a save failed for no reason: {outcome!r}") from outcome
+        elif fired and fault is not None and fault.kind == "meet" and not _is_fencing(outcome):
+            raise Violation(f"G13: a writer that lost the run is told {outcome!r}") from outcome
+        self._is_heard_once(who)
+        if not lazy:
+            self._tidy(who)
+
+    def _was_saved(
+        self, who: Trainer, saved: Checkpoint, planned: Planned, there: list[Kept], *, fired: bool, may: bool
+    ) -> None:
+        kept = self.known.get(saved.digest) or self.former.get(saved.digest)
+        if kept is None:
+            raise Violation(f"G1: {saved} was committed, and is not there")
+        if kept is planned.became:
+            kept.firm = True
+            who.head = kept
+        elif there and kept in there:
+            return
+        elif not fired:
+            raise Violation(f"G1: step {planned.step} is said to be {kept}")
+        if not may and not fired:
+            raise Violation("G13: two writers")
+
+    def _is_heard_once(self, who: Trainer) -> None:
+        try:
+            who.manager.poll()
+            who.manager.wait()
+        except HoldfastError as error:
+            raise Violation(f"G6: heard twice: {error}") from error
+
+    def _restore(self, who: Trainer, selector: str | int, fault: Fault | None) -> None:
+        order = self._newest_first()
+        if selector == "latest":
+            candidates = [kept for kept in order if not kept.said.damaged]
+        elif isinstance(selector, int):
+            candidates = [kept for kept in order if kept.step == selector][:1]
+        else:
+            candidates = [kept for kept in order if selector in kept.said.tags][:1]
+        sound = next((kept for kept in candidates if not kept.broken), None)
+        passed = candidates[: candidates.index(sound)] if sound is not None else candidates
+        before = dict(self.known)
+        who.part.become(-2)
+        who.door.arm(fault)
+        outcome = self._do(who, lambda: who.manager.restore(selector))
+        if outcome is DEAD:
+            return
+        if isinstance(outcome, RestoreResult) and outcome.resumed:
+            self._was_restored(who, outcome, sound if not self._met(who) else None, {**before, **self.known})
+            for kept in passed:
+                kept.passed = True
+                who.aside.add(kept)
+            self._tidy(who)
+        elif not self._met(who):
+            self._was_not_restored(outcome, selector, sound, candidates)
+
+    def _was_restored(self, who: Trainer, result: RestoreResult, sound: Kept | None, among: dict[str, Kept]) -> None:
+        digest = result.checkpoint.digest if result.checkpoint is not None else ""
+        kept = among.get(digest)
+        if kept is None or kept.broken or (sound is not None and kept is not sound):
+            raise Violation(f"G3: {kept} was restored, and {sound} is the newest sound one")
+        if not who.part.is_of(kept.mark) or result.next_step != kept.step + 1:
+            raise Violation(f"G2: {kept} is not what was saved")
+        kept.tried = True
+        who.head = kept
+
+    def _was_not_restored(self, outcome: Any, selector: str | int, sound: Kept | None, candidates: list[Kept]) -> None:
+        if sound is not None:
+            raise Violation(f"G1: {sound} cannot be restored: {outcome!r}")
+        if selector == "latest" and not self.known:
+            if not isinstance(outcome, RestoreResult):
+                raise Violation(f"G11: an empty run does not start afresh: {outcome!r}")
+        elif candidates or selector == "latest":
+            if not isinstance(outcome, CorruptCheckpointError):
+                raise Violation(f"G11: only damaged ones are left, and it says {outcome!r}")
+        elif not isinstance(outcome, CheckpointNotFoundError):
+            raise Violation(f"G11: {selector!r} is not there, and it says {outcome!r}")
+
+    def _report(self, who: Trainer, step: int, metrics: dict[str, Any], fault: Fault | None) -> None:
+        kept = next((kept for kept in self._newest_first() if kept.step == step), None)
+        if kept is not None:
+            new = {**kept.metrics, **metrics}
+            self._expect(kept, Said.of(kept.said.tags, new, kept.said.damaged))
+        who.door.arm(fault)
+        outcome = self._do(who, lambda: who.manager.report(step, metrics))
+        if outcome is DEAD:
+            return
+        self._note_came(kept, outcome, who, expected=kept is not None)
+        self._tidy(who)
+
+    def _tag(self, who: Trainer, step: int, tag: str, off: bool, fault: Fault | None) -> None:
+        kept = next((kept for kept in self._newest_first() if kept.step == step), None)
+        able = kept is not None and (not off or tag in kept.said.tags)
+        if kept is not None and able:
+            self._expect(kept, kept.said._replace(tags=kept.said.tags - {tag} if off else kept.said.tags | {tag}))
+        who.door.arm(fault)
+        change = who.manager.untag if off else who.manager.tag
+        outcome = self._do(who, lambda: change(step, tag))
+        if outcome is DEAD:
+            return
+        if not able and not who.door.fired and not isinstance(outcome, CheckpointNotFoundError):
+            raise Violation(f"G11: {tag} of step {step} is not there, and it says {outcome!r}")
+        if able:
+            self._note_came(kept, outcome is None, who, expected=True)
+        self._tidy(who)
+
+    def _expect(self, kept: Kept, said: Said) -> None:
+        kept.or_else = (kept.said, said)
+
+    def _note_came(self, kept: Kept | None, outcome: Any, who: Trainer, *, expected: bool) -> None:
+        if who.door.fired:
+            return
+        if outcome is not expected:
+            raise Violation(f"G11: of {kept} it says {outcome!r}")
+        if kept is not None and kept.or_else and kept.said != kept.or_else[-1]:
+            raise Violation(f"a note on {kept} is lost: {kept.said}, not {kept.or_else[-1]}")
+        for other in self.known.values():
+            other.or_else = ()
+
+    def _prune(self, who: Trainer, fault: Fault | None) -> None:
+        may = self._may_write(who.door, who.manager.number)
+        goes = self._goes(who) if may else frozenset()
+        listed = [kept.folder for kept in self._newest_first()]
+        who.door.arm(fault)
+        outcome = self._do(who, who.manager.prune, goes=goes, exact=may)
+        if outcome is DEAD or who.door.fired:
+            return
+        if not may:
+            if not isinstance(outcome, RunInUseError):
+                raise Violation(f"G13: who is not the writer pruned: {outcome!r}")
+            return
+        self._is_planned(outcome, listed, goes)
+
+    def _look_ahead(self, who: Trainer) -> None:
+        """A dry run says what goes, and nothing goes."""
+        before = {key: value for key, value in self.room.shelf.values.items() if not key.startswith("readers/")}
+        who.door.arm(None)
+        decided = who.manager.retention()
+        after = {key: value for key, value in self.room.shelf.values.items() if not key.startswith("readers/")}
+        if before != after:
+            raise Violation("G4: a dry run changed something")
+        self._is_planned(decided, [kept.folder for kept in self._newest_first()], self._goes(who, dry=True))
+
+    def _is_planned(self, decided: Any, listed: list[str], goes: frozenset[str]) -> None:
+        if isinstance(decided, HoldfastError):
+            raise Violation(f"G4: it could not be pruned: {decided!r}") from decided
+        wanted = {kept.folder for kept in [*self.known.values(), *self.former.values()] if kept.digest in goes}
+        if [decision.folder for decision in decided] != listed:
+            raise Violation(f"G4: decided about {decided}, and there are {listed}")
+        if {decision.folder for decision in decided if not decision.keep} != wanted:
+            raise Violation(f"G4: {wanted} may go, and it was decided: {list(map(str, decided))}")
+        if not all(decision.reasons for decision in decided):
+            raise Violation("G4: a decision without a reason")
+
+    def _tidy(self, who: Trainer) -> None:
+        """The housework that a save, a report or a tag leaves for later."""
+        if who not in self.trainers or not who.manager.behind.work:
+            return
+        may = self._may_write(who.door, who.manager.number)
+        goes = self._goes(who) if may else frozenset()
+        self._do(who, who.manager.behind.wait, goes=goes, exact=may)
+
+    def _close(self, who: Trainer) -> None:
+        may = self._may_write(who.door, who.manager.number)
+        goes = self._goes(who) if may and who.manager.behind.work else frozenset()
+        who.door.arm(None)
+        outcome = self._do(who, who.manager.close, goes=goes, exact=may)
+        if isinstance(outcome, HoldfastError):
+            raise Violation(f"G6: heard again: {outcome!r}") from outcome
+        self.trainers.remove(who)
+        who.process.alive = False
+        if self.room.writer_on()[1] is who.process and not self.room.writer_on()[2]:
+            raise Violation("G13: a run that was closed is not free")
+
+    def _read(self, kept: Kept, host: str) -> None:
+        door = self._door(host)
+        claim = reading(door, kept.folder)  # type: ignore[arg-type]
+        claim.__enter__()
+        if self._manifest(kept.folder) is None:
+            claim.__exit__(None, None, None)  # it was given up just before
+            return
+        self.readers.append(Reader(door.process, kept, claim))
+
+    def _bury(self, who: Trainer) -> None:
+        who.process.alive = False
+        if who.manager is not None:
+            who.manager.die()
+        if who in self.trainers:
+            self.trainers.remove(who)
+
+    def _cut_power(self, seed: int) -> None:
+        for trainer in list(self.trainers):
+            self._bury(trainer)
+        for reader in self.readers:
+            if reader.alive:
+                key, claim = self._claim_of(reader)
+                reader.claim.__exit__(None, None, None)
+                self.room.shelf.set(key, claim)
+                reader.process.alive = reader.alive = False
+        chance = random.Random(seed)
+        self.room.shelf.cut_power(chance, chance.choice((0.0, 0.5, 1.0)))
+        self._compare(None, frozenset(), exact=False, cut=True)
+
+    def _meet(self) -> None:
+        """In the middle of what somebody does, somebody else does something."""
+        underway, self.meetings = self.underway[-1], self.meetings + 1
+        underway.met = True
+        who = underway.who
+        self._compare(underway.adds, underway.goes, exact=False)
+        fault = who.door.fault
+        elsewhere = "far" if who.process.host == "here" else "here"
+        if fault is not None and fault.after:
+            # Nobody has heard of this one for so long that another takes its place. It only slept.
+            who.process.silent = True
+            other = self._start(elsewhere, POLICIES[self.meetings % len(POLICIES)], links=True, eager=True, fault=None)
+            if other is not None:
+                self._restore(other, "latest", None)
+                wanted = [self.former[digest].step for digest in underway.goes if digest in self.former]
+                step = wanted[0] if wanted else (other.head.step + 1 if other.head is not None else 0)
+                self._save(other, step, {"loss": 0.5}, None, None)
+            who.process.silent = False
+            return
+        wanted = [self.known[digest] for digest in sorted(underway.goes) if digest in self.known]
+        kept = wanted[0] if wanted else self._nth(self.meetings)
+        if kept is not None:
+            self._read(kept, elsewhere)
+
+    def _met(self, who: Trainer) -> bool:
+        return who.door.fired and who.door.fault is not None and who.door.fault.kind == "meet"
+
+    def _end(self) -> None:
+        for trainer in list(self.trainers):
+            self._bury(trainer)
+        while self.readers:
+            reader = self.readers.pop()
+            if reader.alive:
+                reader.claim.__exit__(None, None, None)
+        who = self._start("here", (Keep("all"),), links=True, eager=True, fault=None)
+        if who is None:
+            raise Violation("G13: a run that nobody writes to is refused")
+        for kept in self._newest_first():
+            if not kept.tried and not kept.broken:
+                self._restore_folder(who, kept)
+        self._restore(who, "latest", None)
+        self._save(who, 1000, {}, None, None)
+        self._prune(who, None)
+        self._is_in_order()
+        self._close(who)
+
+    def _restore_folder(self, who: Trainer, kept: Kept) -> None:
+        who.door.arm(None)
+        result = self._do(who, lambda: who.manager.restore(kept.folder))
+        if not isinstance(result, RestoreResult) or not who.part.is_of(kept.mark):
+            raise Violation(f"G1: {kept} cannot be restored as it was saved: {result!r}")
+
+    def _is_in_order(self) -> None:
+        """Nothing is left of what nobody needs, but the word on attempts whose writers may still live."""
+        for entry in self.room.shelf.entries(""):
+            if not entry.is_folder or entry.name in {kept.folder for kept in self.known.values()}:
+                continue
+            names = {inner.name for inner in self.room.shelf.entries(entry.name)}
+            if entry.name.startswith("step-") and not names <= {"attempt.json", "manifest.json"}:
+                raise Violation(f"{entry.name} is left with {sorted(names)}")
+            if entry.name == "lease" and len(names) > 6:
+                raise Violation(f"claims of writers pile up: {sorted(names)}")
+
+    # What has to hold
+
+    def _do(
+        self,
+        who: Trainer,
+        body: Callable[[], Any],
+        *,
+        adds: Planned | None = None,
+        goes: frozenset[str] = frozenset(),
+        exact: bool = False,
+    ) -> Any:
+        """Let somebody do something, and look whether everything is as it must be."""
+        before = who.door.fired
+        number = who.manager.number if who.manager is not None else 0
+        underway = Underway(who, adds, goes, fenced=0 < number < self.settled)
+        self.underway.append(underway)
+        outcome: Any
+        try:
+            outcome = body()
+        except HoldfastError as error:
+            outcome = error
+        except SimulatedCrash:
+            outcome = DEAD
+        finally:
+            self.underway.pop()
+        if underway.late > (1 if underway.met and not underway.fenced else 0):
+            self.wrong.append("G13: a writer that lost the run removed a checkpoint")
+        died = who.door.fault
+        if outcome is DEAD:
+            self._bury(who)
+        exact = exact and outcome is not DEAD and who.door.fired == before
+        self._compare(adds, goes, exact=exact)
+        if exact and (unsaid := [kept for kept in who.aside if kept in self.known.values() and not kept.said.damaged]):
+            raise Violation(f"G3: {unsaid} are damaged, and nobody wrote it down")
+        if outcome is DEAD and died is not None and died.kind == "power":
+            self._cut_power(died.at)
+        return outcome
+
+    def _compare(self, adds: Planned | None, goes: frozenset[str], *, exact: bool, cut: bool = False) -> None:
+        for text in self.wrong:
+            raise Violation(text)
+        seen = self._seen()
+        lost = [kept for digest, kept in self.known.items() if digest not in seen]
+        for kept in lost:
+            if kept.digest not in goes and not (cut and not kept.firm):
+                raise Violation(f"G1, G4: {kept} is gone, and nothing allowed that")
+            self.former[kept.digest] = self.known.pop(kept.digest)
+        for digest, (folder, manifest) in seen.items():
+            if digest in self.known:
+                continue
+            if cut and digest in self.former:
+                self.known[digest] = self.former.pop(digest)
+            elif adds is not None and adds.became is None:
+                self._add(adds, digest, folder, manifest)
+            else:
+                raise Violation(f"G13: {folder} was committed, and nobody who may write did")
+        if exact and (stays := [self.known[digest] for digest in goes if digest in self.known]):
+            raise Violation(f"G4: {stays} should have gone")
+        self._is_whole(seen)
+        self._is_durable(lost)
+        self._is_readable()
+        self._is_listed(cut)
+        for trainer in self.trainers:
+            self.settled = max(self.settled, trainer.manager.number if trainer.manager is not None else 0)
+
+    def _add(self, adds: Planned, digest: str, folder: str, manifest: dict[str, Any]) -> None:
+        highest = max((kept.sequence for kept in self.known.values()), default=0)
+        if manifest["sequence"] <= highest:
+            raise Violation(f"{folder} has number {manifest['sequence']}, and there is a {highest}")
+        line = frozenset(number for first, last in manifest["line"] for number in range(first, last + 1))
+        parent = adds.parent.digest if adds.parent is not None else None
+        if (manifest["step"], manifest["parent"]) != (adds.step, parent):
+            raise Violation(f"{folder} is of step {manifest['step']}, after {manifest['parent']}")
+        if line != adds.line:
+            raise Violation(f"{folder} goes back to {sorted(line)}, and it came from {sorted(adds.line)}")
+        adds.became = self.known[digest] = Kept(
+            digest,
+            folder,
+            adds.step,
+            manifest["sequence"],
+            adds.line,
+            adds.mark,
+            tuple(file["name"] for file in manifest["files"]),
+            dict(adds.metrics),
+            Said.of(adds.tags, adds.metrics, False),
+        )
+
+    def _seen(self) -> dict[str, tuple[str, dict[str, Any]]]:
+        """What is committed, by the bytes alone."""
+        found: dict[str, tuple[str, dict[str, Any]]] = {}
+        for key, data in self.room.shelf.values.items():
+            if key.endswith("/manifest.json"):
+                envelope = _decoded(data)
+                if "abandoned" not in envelope:
+                    found[envelope["digest"]] = (key.partition("/")[0], envelope["manifest"])
+        return found
+
+    def _manifest(self, folder: str) -> dict[str, Any] | None:
+        data = self.room.shelf.values.get(f"{folder}/manifest.json")
+        return None if data is None or "abandoned" in (envelope := _decoded(data)) else envelope["manifest"]
+
+    def _is_whole(self, seen: dict[str, tuple[str, dict[str, Any]]]) -> None:
+        values = self.room.shelf.values
+        for digest, (folder, manifest) in seen.items():
+            kept = self.known[digest]
+            now = tuple(values.get(f"{folder}/{name}", b"") for name in kept.files)
+            if kept.broken or (kept.checked and all(a is b for a, b in zip(now, kept.checked, strict=True))):
+                continue
+            for file, data in zip(manifest["files"], now, strict=True):
+                if _digest(data, file, manifest) != file["digest"]:
+                    raise Violation(f"G1: {folder}/{file['name']} is not what its manifest says")
+            kept.checked = now
+
+    def _is_durable(self, lost: list[Kept]) -> None:
+        """Whatever goes, something to resume from would survive a power cut at this moment."""
+        if not any(kept.firm and not kept.broken for kept in lost):
+            return
+        sound = [kept for kept in self.known.values() if not kept.broken]
+        durable = self.room.shelf.is_durable
+        if sound and not any(all(map(durable, _keys(kept))) for kept in sound):
+            raise Violation(f"G1: {lost} went, and a power cut would take {sound}")
+
+    def _is_readable(self) -> None:
+        for reader in self.readers:
+            for name in reader.kept.files if reader.alive else ():
+                if f"{reader.kept.folder}/{name}" not in self.room.shelf.values:
+                    raise Violation(f"G4: {reader.kept} is being read, and {name} is gone")
+
+    def _is_listed(self, cut: bool) -> None:
+        """A scan agrees: the same checkpoints, the latest first, and what was said of them."""
+        scan = self.catalog.scan()
+        if scan.damaged:
+            raise Violation(f"G1: {scan.damaged} cannot be read")
+        order = self._newest_first()
+        if [found.digest for found in scan.checkpoints] != [kept.digest for kept in order]:
+            raise Violation(f"a scan finds {scan.checkpoints}, and there are {order}")
+        for found, kept in zip(scan.checkpoints, order, strict=True):
+            said = Said.of(found.tags, dict(found.metrics), bool(found.damage))
+            allowed = (kept.said, *kept.or_else)
+            if (said.tags, said.metrics) not in {(one.tags, one.metrics) for one in allowed}:
+                raise Violation(f"of {kept} it is said {said}, not {kept.said}")
+            if said.damaged != kept.said.damaged and not (kept.passed if said.damaged else cut):
+                raise Violation(f"G3: of {kept} it is said {said}, not {kept.said}")
+            if said.damaged and not kept.broken:
+                raise Violation(f"G3: {kept} is sound, and called damaged: {found.damage}")
+            kept.said, kept.metrics = said, dict(found.metrics)
+
+    def _goes(self, who: Trainer, *, dry: bool = False) -> frozenset[str]:
+        """What may go, and, when the housework is done, has gone: by the words of the policies, and by nothing else."""
+        aside = set() if dry else who.aside
+        sound = [kept for kept in self.known.values() if not kept.said.damaged and kept not in aside]
+        if who.keep is None or not sound:
+            return frozenset()
+        newest = max(sound, key=lambda kept: kept.sequence)
+        line = [kept for kept in sound if kept is newest or kept.sequence in newest.line]
+        chosen = {newest.digest}
+        for keep in who.keep:
+            chosen |= {kept.digest for kept in _chosen(keep, sound, line)}
+        read = {
+            reader.kept.folder
+            for reader in self.readers
+            # Who died elsewhere may have died or not, as long as nobody has waited for it.
+            if reader.alive or reader.process.host != who.process.host
+        }
+        return frozenset(
+            kept.digest
+            for kept in sound
+            if kept.digest not in chosen
+            and not kept.said.tags
+            and kept.folder not in read
+            and (who.head is None or kept.digest != who.head.digest)
+        )
+
+    # Small things
+
+    def _door(self, host: str) -> Door:
+        door = Door(self.room, self.room.process(host))
+        door.on_meeting = self._meet
+        door.on_change = lambda what, key, data: self._watch(door, what, key, data)
+        return door
+
+    def _watch(self, door: Door, what: str, key: str, data: bytes | None) -> None:
+        """Who has lost the run may not make a checkpoint, nor take one away."""
+        if not key.endswith("/manifest.json") or not self.underway:
+            return
+        underway = self.underway[-1]
+        number = underway.who.manager.number if underway.who.manager is not None else 0
+        if not 0 < number < self.settled or underway.who.door is not door:
+            return
+        if what == "delete" and self._manifest(key.partition("/")[0]) is not None:
+            underway.late += 1
+        if what == "put" and data is not None and b'"abandoned"' not in data[:64]:
+            self.wrong.append(f"G13: {key} was committed by a writer that had lost the run")
+
+    def _may_write(self, door: Door, number: int) -> bool:
+        highest, holder, released = self.room.writer_on()
+        if number:
+            return highest == number
+        if holder is None or released or holder is door.process:
+            return True
+        return not holder.alive or (holder.silent and holder.host != door.process.host)
+
+    def _pick(self, who: int) -> Trainer:
+        return self.trainers[who % len(self.trainers)]
+
+    def _nth(self, nth: int) -> Kept | None:
+        order = self._newest_first()
+        return order[nth % len(order)] if order else None
+
+    def _newest_first(self) -> list[Kept]:
+        return sorted(self.known.values(), key=lambda kept: kept.sequence, reverse=True)
+
+    def _claim_of(self, reader: Reader) -> tuple[str, bytes]:
+        front = f'"host":"played-{reader.process.number}"'.encode()
+        for key, data in self.room.shelf.values.items():
+            if key.startswith(f"readers/{reader.kept.folder}--") and front in data:
+                return key, data
+        raise Violation(f"G4: the claim of somebody who reads {reader.kept} is gone")
+
+
+def _joined(policies: Policies) -> KeepPolicy | None:
+    joined: KeepPolicy | None = None
+    for keep in policies or ():
+        joined = keep.real() if joined is None else joined | keep.real()
+    return joined
+
+
+def _chosen(keep: Keep, sound: list[Kept], line: list[Kept]) -> list[Kept]:
+    """Which checkpoints a policy keeps, after its own words."""
+    if keep.kind == "last":
+        return sorted(line, key=lambda kept: -kept.sequence)[: keep.n]
+    if keep.kind == "oldest":
+        return sorted(line, key=lambda kept: kept.sequence)[:1]
+    if keep.kind == "all":
+        return sound
+    if keep.kind == "every":
+        periods = {kept.step // keep.n for kept in line} - {0}
+        inside = [[kept for kept in line if kept.step // keep.n == period] for period in periods]
+        return [min(group, key=lambda kept: (kept.step, kept.sequence)) for group in inside]
+    if keep.kind == "best":
+        return sorted(sound, key=lambda kept: _rank(kept, keep))[: keep.n]
+    return [kept for kept in sound if kept.said.tags]
+
+
+def _rank(kept: Kept, keep: Keep) -> tuple[int, Any, int]:
+    """The lower the better: numbers, then NaN, then nothing at all; of two that are equal, the newer."""
+    value = kept.metrics.get(keep.metric)
+    if value is None:
+        return 2, 0, -kept.sequence
+    if value != value:
+        return 1, 0, -kept.sequence
+    return 0, -value if keep.mode == "max" else value, -kept.sequence
+
+
+def _is_fencing(outcome: Any) -> bool:
+    return isinstance(outcome, RunInUseError | KeyExistsError)
+
+
+def _keys(kept: Kept) -> list[str]:
+    return [f"{kept.folder}/{name}" for name in (*kept.files, "manifest.json")]
+
+
+def _digest(data: bytes, file: dict[str, Any], manifest: dict[str, Any]) -> str:
+    """Of a tensor file over its header and its blocks' digests, of any other over its bytes."""
+    if not file["header_bytes"]:
+        return blake3(data).hexdigest()
+    whole = blake3(data[: file["header_bytes"]])
+    chunks = [chunk for tensor in manifest["tensors"] for chunk in tensor["chunks"] if chunk["file"] == file["name"]]
+    ends = [*sorted(chunk["start"] for chunk in chunks)[1:], len(data)]
+    for chunk, end in zip(sorted(chunks, key=lambda chunk: chunk["start"]), ends, strict=True):
+        whole.update(blake3(data[chunk["start"] : end]).digest())
+    return whole.hexdigest()
+
+
+_decodings: dict[bytes, dict[str, Any]] = {}
+
+
+def _decoded(data: bytes) -> dict[str, Any]:
+    """The content of a manifest; each is taken apart once."""
+    found = _decodings.get(data)
+    if found is None:
+        if len(_decodings) > 256:
+            _decodings.clear()
+        found = _decodings[data] = json.loads(data)
+    return found
