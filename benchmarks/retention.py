@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 
 from holdfast.policies import KeepBest, KeepEvery, KeepLast, KeepPolicy, KeepTagged, Record
 from holdfast.stages.retain import retain
@@ -44,23 +46,38 @@ def _metrics(number: int, source: random.Random) -> dict[str, float]:
     return {"val_loss": float("nan") if number % 101 == 0 else 2 + source.random()}
 
 
-def measured(records: list[Record], policy: KeepPolicy, rounds: int) -> tuple[list[float], int]:
-    """Seconds of each round but the first, which does not count, and how many are kept."""
-    seconds, kept = [], 0
-    for _ in range(rounds + 1):
-        start = time.perf_counter()
+@dataclass
+class Row:
+    """One policy: the seconds of each round, those of the processor, and how many checkpoints it keeps."""
+
+    policy: str
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+    kept: int = 0
+
+
+def measured(records: list[Record], policy: KeepPolicy, rounds: int) -> Row:
+    """One round that does not count, then `rounds` that do."""
+    row = Row(repr(policy))
+    for number in range(rounds + 1):
+        cpu, start = time.process_time(), time.perf_counter()
         decisions = retain(records, policy)
-        seconds.append(time.perf_counter() - start)
-        kept = sum(decision.keep for decision in decisions)
-    return seconds[1:], kept
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
+        row.kept = sum(decision.keep for decision in decisions)
+        if number:
+            row.seconds.append(seconds)
+            row.cpu_seconds.append(cpu_seconds)
+    print(f"  {row.policy}: {span(row.seconds)} s", flush=True)
+    return row
 
 
-def table(rows: dict[str, tuple[list[float], int]]) -> str:
-    lines = ["| policy | median s | min-max s | kept |", "|---|---:|---:|---:|"]
-    for name, (seconds, kept) in rows.items():
-        # A policy's own bars would end the cell.
-        shown = name.replace("|", "\\|")
-        lines.append(f"| `{shown}` | {show(median(seconds))} | {span(seconds)} | {kept:,} |")
+def table(rows: Sequence[Row]) -> str:
+    lines = ["| policy | median s | min-max s | CPU s | kept |", "|---|---:|---:|---:|---:|"]
+    for row in rows:
+        # A bar inside of a cell would end it.
+        policy = row.policy.replace("|", "\\|")
+        numbers = f"{show(median(row.seconds))} | {span(row.seconds)} | {show(median(row.cpu_seconds))} | {row.kept:,}"
+        lines.append(f"| `{policy}` | {numbers} |")
     return "\n".join(lines) + "\n"
 
 
@@ -68,15 +85,11 @@ def main() -> None:
     given = arguments(__doc__).parse_args()
     count = SMALL_RECORDS if given.small else RECORDS
     records = a_run(count)
-    rows = {}
-    for policy in (POLICY, *POLICY.parts()):
-        rows[repr(policy)] = measured(records, policy, given.rounds)
-        print(f"  {policy}: {span(rows[repr(policy)][0])} s", flush=True)
+    rows = [measured(records, policy, given.rounds) for policy in (POLICY, *POLICY.parts())]
     what = f"a decision about each of {count:,} checkpoints, all policies together"
-    bar = under(what, median(rows[repr(POLICY)][0]), BAR_SECONDS)
+    bar = under(what, median(rows[0].seconds), BAR_SECONDS)
     text = f"## What stays\n\n{bars_table([bar])}\nMedians of {given.rounds} rounds\n\n{table(rows)}"
-    numbers = {name: {"seconds": seconds, "kept": kept} for name, (seconds, kept) in rows.items()}
-    write_results("retention", text, numbers, given.results)
+    write_results("retention", text, {row.policy: asdict(row) for row in rows}, given.results)
 
 
 if __name__ == "__main__":

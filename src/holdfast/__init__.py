@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from holdfast.catalog import Checkpoint
     from holdfast.checkpointer import AsyncCheckpointer
     from holdfast.components import PerRank, RNGState, Shared, Trainable, get_rng_state, set_rng_state
+    from holdfast.configuration import CheckpointConfig
+    from holdfast.contexts import LoadContext, SaveContext
     from holdfast.errors import (
         CheckpointNotFoundError,
         ClosedError,
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from holdfast.formats.dcp import HoldfastReader, HoldfastWriter
     from holdfast.handle import SaveHandle
     from holdfast.manager import CheckpointManager, RestoreResult
+    from holdfast.plugins import CheckpointManagerProtocol, HoldfastManager, create_checkpoint_manager
     from holdfast.policies import (
         At,
         Every,
@@ -70,6 +73,12 @@ _HOME = {
     "Event": "records.events",
     "LoadStrategy": "records.strategy",
     "Report": "records.report",
+    "CheckpointConfig": "configuration",
+    "SaveContext": "contexts",
+    "LoadContext": "contexts",
+    "CheckpointManagerProtocol": "plugins",
+    "HoldfastManager": "plugins",
+    "create_checkpoint_manager": "plugins",
     "LinkTemplate": "records.linknames",
     "Decision": "stages.retain",
     **dict.fromkeys(

@@ -221,7 +221,6 @@ class CheckpointManager:
             # With several ranks the next save does: one rank would hear of it some steps before another.
             self._saver.poll()
         wish = self._pace.ask(check_step(step), check_epoch(epoch))
-        self._pace.note_step(epoch)
         if wish.stop:
             self._save_and_stop(step, wish.reasons, metrics=metrics, progress=progress, extra=extra)
         elif wish.save:

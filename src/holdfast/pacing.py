@@ -48,6 +48,7 @@ class Pace:
         self._next_look = 0.0
         self._last_save = self._time.now()
         self._last_epoch: int | None = 0
+        self._asked: tuple[int, int | None] | None = None
 
     @property
     def asks_leader(self) -> bool:
@@ -55,7 +56,8 @@ class Pace:
         return self._by_leader is not None
 
     def ask(self, step: int, epoch: int | None) -> Wish:
-        """What the triggers want after a step. Changes nothing that a later question depends on."""
+        """What the triggers want after a step. To ask about the same step again changes nothing."""
+        self._turn_to(step, epoch)
         mine = _NOTHING if self._by_step is None else self._by_step.wish(Moment(step, epoch, self._last_epoch))
         if self._by_leader is None:
             return mine
@@ -63,19 +65,21 @@ class Pace:
         word = self._ranks.leaders_word(lambda: self._word(step, epoch))
         return _both(mine, msgspec.msgpack.decode(word, type=Wish) if word else _NOTHING)
 
-    def note_step(self, epoch: int | None) -> None:
-        """A step is over, whatever came of it."""
-        self._last_epoch = epoch if epoch is not None else self._last_epoch
-
     def note_start(self, epoch: int | None) -> None:
         """A run begins, afresh or again, with so many epochs done, where that is known."""
-        self._last_epoch = epoch
+        self._last_epoch, self._asked = epoch, None
 
     def note_save(self) -> None:
         self._last_save = self._time.now()
 
     def close(self) -> None:
         self._watch.close()
+
+    def _turn_to(self, step: int, epoch: int | None) -> None:
+        """With the first question about a step, the epoch of the one before it becomes the last one."""
+        if self._asked is not None and self._asked[0] != step and self._asked[1] is not None:
+            self._last_epoch = self._asked[1]
+        self._asked = (step, epoch)
 
     def _word(self, step: int, epoch: int | None) -> bytes:
         """The leader's: nothing, most of the time."""

@@ -165,6 +165,7 @@ class StoreRanks:
         self._pulses = 0
         self._pulses_seen: dict[int, bytes] = {}
         self._words = 0
+        self._forgotten = 0
         self._said: list[tuple[int, bytes]] = []
         self.rank = rank
         self.size = size
@@ -215,9 +216,12 @@ class StoreRanks:
             return self._hear(self._words)
         word = say()
         if word:
-            self._said = [*self._said, (self._words, word)][-_REMEMBERED_WORDS:]
+            self._said.append((self._words, word))
+        if len(self._said) > _REMEMBERED_WORDS:
+            self._forgotten, _ = self._said.pop(0)
         # One key, written over each time, with all that was said of late: a rank may be some steps behind.
-        self._store.set(f"{self._name}/word", msgspec.msgpack.encode((self._words, self._said)))
+        told = (self._words, self._forgotten, self._said)
+        self._store.set(f"{self._name}/word", msgspec.msgpack.encode(told))
         return word
 
     def flag(self, texts: list[str]) -> None:
@@ -306,7 +310,13 @@ class StoreRanks:
         while True:
             found = self._store.get(f"{self._name}/word")
             if found is not None:
-                told, said = msgspec.msgpack.decode(found, type=tuple[int, list[tuple[int, bytes]]])
+                told, forgotten, said = msgspec.msgpack.decode(found, type=tuple[int, int, list[tuple[int, bytes]]])
+                if number <= forgotten:
+                    raise RankError(
+                        f"rank {self.rank} is {told - number} steps behind the leader, too many for it to remember",
+                        ranks=[self.rank],
+                        advice="let the ranks wait for each other now and then, as training together does",
+                    )
                 if told >= number:
                     return next((word for spoken, word in said if spoken == number), b"")
             if time.monotonic() > deadline:

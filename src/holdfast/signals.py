@@ -23,6 +23,7 @@ class SignalWatch:
     def __init__(self, names: Iterable[str]) -> None:
         self.received: set[str] = set()
         self._previous: dict[signal.Signals, Any] = {}
+        self._closed = False
         wanted = [signal.Signals[name] for name in sorted(names)]
         if wanted and threading.current_thread() is not threading.main_thread():
             raise UsageError(
@@ -34,12 +35,15 @@ class SignalWatch:
 
     def close(self) -> None:
         """Put the handlers back that were there, unless somebody has put others in their place since."""
+        if self._closed:
+            return
         for number, previous in self._previous.items():
             if threading.current_thread() is not threading.main_thread():
                 logger.warning("the handler of %s stays: it can only be put back in the main thread", number.name)
             elif signal.getsignal(number) == self._note:
-                signal.signal(number, previous if previous is not None else signal.SIG_DFL)
-        self._previous = {}
+                found = _still_open(number, previous)
+                signal.signal(number, found if found is not None else signal.SIG_DFL)
+        self._closed = True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         # Nothing else here: the handler may run in the middle of anything, also of a save.
@@ -48,3 +52,11 @@ class SignalWatch:
         # Python's own handler of SIGINT is only its way to do what the signal does by default.
         if callable(previous) and previous is not signal.default_int_handler:
             previous(number, frame)
+
+
+def _still_open(number: signal.Signals, handler: Any) -> Any:
+    """A handler, or, of a watch that was closed while another one covered it, what was there before that one."""
+    watch = getattr(handler, "__self__", None)
+    if isinstance(watch, SignalWatch) and watch._closed:
+        return _still_open(number, watch._previous.get(number))
+    return handler

@@ -71,7 +71,9 @@ class Shelf:
         if key not in self.values:
             return
         changes = self._unsynced.get(key.rpartition("/")[0], [])
-        changes[:] = [(other, self.values[key] if other == key and data is not None else data) for other, data in changes]
+        changes[:] = [
+            (other, self.values[key] if other == key and data is not None else data) for other, data in changes
+        ]
         if key in self._durable:
             self._durable[key] = self.values[key]
 
@@ -178,6 +180,11 @@ class Room:
         """What is written in a record about processes, as one of them sees it."""
         return _PLAYED.sub(lambda match: self._seen(viewer, self.processes[int(match[1])]), data)
 
+    def who(self, data: bytes) -> Process | None:
+        """The process that a record is of."""
+        match = _PLAYED.search(data)
+        return self.processes[int(match[1])] if match else None
+
     def _seen(self, viewer: Process, other: Process) -> bytes:
         if other is viewer:
             return _ME
@@ -192,8 +199,8 @@ class Room:
         if not numbers:
             return 0, None, True
         number = max(numbers)
-        match = _PLAYED.search(self.shelf.values[f"{layout.LEASE}/{number:09d}.json"])
-        return number, self.processes[int(match[1])] if match else None, f"{number:09d}.released" in names
+        holder = self.who(self.shelf.values[f"{layout.LEASE}/{number:09d}.json"])
+        return number, holder, f"{number:09d}.released" in names
 
     def beat(self, viewer: Process) -> None:
         """Whoever lives elsewhere gives a sign whenever somebody looks."""

@@ -12,10 +12,12 @@ import torch
 from torch import nn
 
 import holdfast
+from holdfast.digesting import DeviceDigester
 from holdfast.errors import CorruptCheckpointError
 from holdfast.memory import PAGE_BYTES
 from holdfast.records.boxes import Box
 from holdfast.records.targets import Request
+from holdfast.stages import read as reading
 from holdfast.stages.read import read
 
 if torch.cuda.is_available():
@@ -23,6 +25,14 @@ if torch.cuda.is_available():
     from holdfast.shadows import room_on
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(params=["processor", "device", "device without its compiler"], autouse=True)
+def checked_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who digests what has landed on the device: large restores have it done there."""
+    monkeypatch.setattr(reading, "_DEVICE_CHECKS_FROM_BYTES", 1 << 40 if request.param == "processor" else 1)
+    if request.param == "device without its compiler":
+        monkeypatch.setattr(DeviceDigester, "on", lambda device: None)
 
 
 class Model(nn.Module):

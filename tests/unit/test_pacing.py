@@ -57,7 +57,6 @@ def walk(ranks: Ranks, trigger: Trigger | None, steps: int, *, seconds: float = 
             clocks.pass_by(seconds)
         epoch = (step + 1) // epoch_steps if epoch_steps else None
         wish = pace.ask(step, epoch)
-        pace.note_step(epoch)
         if wish.save:
             pace.note_save()
         heard.append(wish)
@@ -141,7 +140,6 @@ def ends_of(pace: Pace, epochs: list[int | None]) -> list[int]:
     for step, epoch in enumerate(epochs):
         if pace.ask(step, epoch).save:
             found.append(step)
-        pace.note_step(epoch)
     return found
 
 
@@ -166,7 +164,6 @@ def test_a_run_that_goes_on_with_known_epochs_ends_the_next_one() -> None:
     assert ends_of(pace, [7, 8, 8]) == [1]
 
 
-@pytest.mark.xfail(strict=True, reason="Pace learns of an epoch only in note_step, which only manager.step calls")
 def test_a_loop_that_asks_and_saves_by_itself_hears_of_an_epoch_once() -> None:
     """`if should_save(step, epoch=epoch): save(step)`, without `step`."""
     pace = Pace(Every(epochs=1), Alone())
@@ -197,7 +194,6 @@ def test_to_ask_is_not_to_do(trigger: Trigger, size: int) -> None:
             epoch = (step + 1) // 5
             wishes = [pace.ask(step, epoch) for _ in range(4)]
             steady = steady and len(set(wishes)) == 1
-            pace.note_step(epoch)
             if wishes[-1].save:
                 pace.note_save()
             heard.append(wishes[-1])
@@ -339,7 +335,6 @@ def test_what_the_step_alone_decides_costs_no_message(trigger: Trigger | None) -
         assert not pace.asks_leader
         for step in range(200):
             pace.ask(step, step // 10)
-            pace.note_step(step // 10)
     assert (leading.calls, following.calls) == ([], [])
 
 
@@ -386,7 +381,6 @@ def test_a_word_is_remembered_for_as_many_words_as_a_rank_may_be_behind(behind: 
 
 
 @pytest.mark.guarantee("G5")
-@pytest.mark.xfail(strict=True, reason="StoreRanks._hear takes a word that was forgotten for 'nothing was said'")
 def test_a_word_that_was_forgotten_is_an_error_and_not_silence() -> None:
     """65 words ahead: to hear "go on" where the leader heard "save" would part the ranks without a word."""
     leader, _, follower, _ = pair()

@@ -647,7 +647,6 @@ def test_the_config_decides_when_to_save(tmp_path: Path) -> None:
     assert [found.step for found in holdfast.checkpoints(tmp_path / "run")] == [10]
 
 
-@pytest.mark.xfail(strict=True, reason="CheckpointManager notes epochs in step() alone, and forgets them at a restore")
 def test_epochs_are_counted_from_question_to_question(tmp_path: Path) -> None:
     saved = []
     for first in (1, 9):

@@ -65,7 +65,7 @@ def prune(
     \b
     Exit codes:
       0  shown, or deleted
-      1  the run has damaged manifests and no checkpoint
+      1  nothing can be decided, because manifests are damaged
       2  nothing says what to keep, a wrong argument, nothing there, a run in use, or a storage that failed
     """
     policy = _policy(keep_last, keep_best or [], keep_every_steps, keep_every_minutes, keep_tagged)

@@ -8,6 +8,7 @@ slots: one read for many neighbours in the file, checked there, and only then co
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,8 +19,10 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from blake3 import blake3
 
 from holdfast.catalog import Checkpoint
+from holdfast.digesting import DeviceDigester
 from holdfast.errors import StorageError
 from holdfast.memory import prefer_huge_pages
 from holdfast.records.boxes import Box, Span, span_of, strides_of, whole
@@ -31,6 +34,8 @@ from holdfast.storage.base import Source, alignment_of
 from holdfast.storage.blocks import Region, check, check_in, read_checked, read_unchecked
 from holdfast.tensors import is_dense, memory_at, memory_of, torch_dtype
 
+logger = logging.getLogger("holdfast")
+
 _MAX_WORKERS = 8
 _BATCH_BYTES = 16 << 20
 # A piece, widened to whole pages on both sides, fits into a slot.
@@ -40,6 +45,7 @@ _SMALL_BYTES = 64 << 10
 # So much that nobody wants is read rather than to begin another read.
 _GAP_BYTES = 64 << 10
 _LARGE_PAGES_FROM_BYTES = 512 << 10
+_DEVICE_CHECKS_FROM_BYTES = 256 << 20
 _HOST = torch.device("cpu")
 
 OnBytes = Callable[[int], None]
@@ -62,9 +68,11 @@ def read(
     for request in requests:
         if request.fresh and request.target.is_cpu and request.target.nbytes >= _LARGE_PAGES_FROM_BYTES:
             prefer_huge_pages(request.target.data_ptr(), request.target.nbytes)
-    jobs = (job for request in requests for job in _fills(request, checkpoint, readers))
+    later = DeviceChecks(_devices_that_check(requests) if checked else ())
+    jobs = (job for request in requests for job in _fills(request, checkpoint, readers, later))
     with rings or Rings() as rings:
-        return _run(checkpoint, jobs, checked, on_bytes, rings)
+        problems = _run(checkpoint, jobs, checked, on_bytes, rings, later)
+    return problems + later.problems()
 
 
 def check_bytes(
@@ -73,7 +81,7 @@ def check_bytes(
     """The damage that filling these targets would meet. Changes nothing. What it reads stays in the page cache."""
     jobs = (job for request in requests for job in _checks(request, checkpoint))
     with Rings() as rings:
-        return _run(checkpoint, jobs, True, on_bytes, rings)
+        return _run(checkpoint, jobs, True, on_bytes, rings, DeviceChecks(()))
 
 
 def check_sizes(checkpoint: Checkpoint, requests: Sequence[Request]) -> list[Problem]:
@@ -92,7 +100,8 @@ def size_of(requests: Iterable[Request]) -> int:
 class _Job(NamedTuple):
     """A range of a chunk to read: to an `address` of this process, on by `place`, or, with neither, only to check.
 
-    `once`: no other process wants these bytes, so the page cache need not keep them.
+    `once`: no other process wants these bytes, so the page cache need not keep them. `landing`: their place on a
+    device that checks them itself, when they are there.
     """
 
     leaf: str
@@ -104,11 +113,80 @@ class _Job(NamedTuple):
     place: Callable[[Carrier, torch.Tensor], None] | None = None
     device: torch.device = _HOST
     once: bool = False
+    landing: torch.Tensor | None = None
 
 
-def _run(checkpoint: Checkpoint, jobs: Iterable[_Job], checked: bool, on_bytes: OnBytes, rings: Rings) -> list[Problem]:
+class DeviceChecks:
+    """Bytes that are checked on the device where they have landed, all of them at once: it digests faster than they
+    come, and the threads that bring them do nothing else."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="holdfast-digest")
+        # The first time in a process it must be compiled, which takes as long as it takes to read a gigabyte.
+        self._digesters = {device: self._pool.submit(DeviceDigester.on, device) for device in devices}
+        self._pool.shutdown(wait=False)
+        self._landed: dict[torch.device, list[_Block]] = {device: [] for device in self._digesters}
+
+    def takes(self, device: torch.device) -> bool:
+        return device in self._digesters
+
+    def add(self, job: _Job, landing: torch.Tensor) -> None:
+        self._landed[job.device] += [
+            _Block(job, *job.region.block(index), landing) for index in job.region.blocks(job.start, job.end)
+        ]
+
+    def problems(self) -> list[Problem]:
+        """The damage in what has landed, every copy of which must be done."""
+        return [
+            problem
+            for device, blocks in self._landed.items()
+            for block, digest in zip(blocks, self._digests(device, blocks), strict=True)
+            if digest.hex() != block.expected
+            for problem in _damages(
+                block.job, [(block.job.region.start + block.low, block.job.region.start + block.high)]
+            )
+        ]
+
+    def _digests(self, device: torch.device, blocks: Sequence[_Block]) -> list[bytes]:
+        digester = self._digesters[device].result()
+        if digester is not None:
+            try:
+                return digester.digests([block.place for block in blocks])
+            except RuntimeError as error:
+                logger.warning("%s could not digest what it holds, so the processor does: %s", device, error)
+        return [blake3(memory_of(block.bytes_of().cpu())).digest() for block in blocks]
+
+
+class _Block(NamedTuple):
+    """A block of a job that has landed on a device."""
+
+    job: _Job
+    low: int
+    high: int
+    landing: torch.Tensor
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.landing.data_ptr() + self.low - self.job.start, self.high - self.low
+
+    @property
+    def expected(self) -> str:
+        return self.job.region.digests[self.low // self.job.region.block_bytes]
+
+    def bytes_of(self) -> torch.Tensor:
+        return self.landing[self.low - self.job.start : self.high - self.job.start]
+
+
+def _run(
+    checkpoint: Checkpoint,
+    jobs: Iterable[_Job],
+    checked: bool,
+    on_bytes: OnBytes,
+    rings: Rings,
+    later: DeviceChecks,
+) -> list[Problem]:
     def act(task: _Task) -> list[Problem]:
-        found = _do_batch(task, checked) if isinstance(task, _Batch) else _do_extent(task, checked, rings)
+        found = _do_batch(task, checked) if isinstance(task, _Batch) else _do_extent(task, checked, rings, later)
         on_bytes(sum(job.end - job.start for job in task.jobs))
         return found
 
@@ -295,7 +373,7 @@ def _do_straight(job: _Job, source: Source, checked: bool) -> list[tuple[int, in
     return []
 
 
-def _do_extent(extent: _Extent, checked: bool, rings: Rings) -> list[Problem]:
+def _do_extent(extent: _Extent, checked: bool, rings: Rings, later: DeviceChecks) -> list[Problem]:
     low, high = extent.range_to_read()
     ring = rings.of(extent.jobs[0].device)
     with ring.slot(high - low) as slot:
@@ -303,24 +381,27 @@ def _do_extent(extent: _Extent, checked: bool, rings: Rings) -> list[Problem]:
         try:
             extent.source.read_into(low, memory)
         except StorageError as error:
-            return _do_apart(extent, error, checked, rings)
+            return _do_apart(extent, error, checked, rings, later)
         problems = []
         for job in extent.jobs:
-            damaged = check_in(memory, low, job.region, job.start, job.end) if checked else []
+            here = checked and job.landing is None
+            damaged = check_in(memory, low, job.region, job.start, job.end) if here else []
             if damaged:
                 problems += _damages(job, damaged)
                 continue
             start = job.region.start + job.start - low
             _place(job, ring.carrier, slot, start)
+            if checked and job.landing is not None:
+                later.add(job, job.landing)
     return problems
 
 
-def _do_apart(extent: _Extent, error: StorageError, checked: bool, rings: Rings) -> list[Problem]:
+def _do_apart(extent: _Extent, error: StorageError, checked: bool, rings: Rings, later: DeviceChecks) -> list[Problem]:
     """After an error only what really cannot be read is damaged, so each job gets a read of its own."""
     if len(extent.jobs) == 1:
         return [_unread(extent.jobs[0], error)]
     alone = (_Extent(extent.source, 1, *_range_of(job, checked), [job]) for job in extent.jobs)
-    return [problem for one in alone for problem in _do_extent(one, checked, rings)]
+    return [problem for one in alone for problem in _do_extent(one, checked, rings, later)]
 
 
 def _place(job: _Job, carrier: Carrier, slot: torch.Tensor, start: int) -> None:
@@ -377,7 +458,7 @@ def _checks(request: Request, checkpoint: Checkpoint) -> Iterator[_Job]:
             yield _Job(request.leaf.name, overlap.chunk.file, overlap.region, start, end)
 
 
-def _fills(request: Request, checkpoint: Checkpoint, readers: int) -> Iterator[_Job]:
+def _fills(request: Request, checkpoint: Checkpoint, readers: int, later: DeviceChecks) -> Iterator[_Job]:
     once = readers == 1 or request.box.sizes != request.leaf.shape
     for overlap in _overlaps(request, checkpoint):
         if not (overlap.span.dense and is_dense(overlap.target)):
@@ -385,7 +466,9 @@ def _fills(request: Request, checkpoint: Checkpoint, readers: int) -> Iterator[_
         elif overlap.target.is_cpu:
             yield from _to_memory(request.leaf, overlap, once)
         else:
-            yield from _to_device(request.leaf, overlap, once)
+            # Only what nobody uses yet may hold bytes that are still to be checked.
+            lands = request.fresh and later.takes(overlap.target.device)
+            yield from _to_device(request.leaf, overlap, once, lands)
 
 
 def _to_memory(leaf: TensorRecord, overlap: _Overlap, once: bool) -> Iterator[_Job]:
@@ -396,14 +479,24 @@ def _to_memory(leaf: TensorRecord, overlap: _Overlap, once: bool) -> Iterator[_J
         yield _Job(leaf.name, file, region, start, end, address + start - first, once=once)
 
 
-def _to_device(leaf: TensorRecord, overlap: _Overlap, once: bool) -> Iterator[_Job]:
+def _to_device(leaf: TensorRecord, overlap: _Overlap, once: bool, lands: bool) -> Iterator[_Job]:
     flat = overlap.target.view(-1).view(torch.uint8)
+    region, file = overlap.region, overlap.chunk.file
     first = overlap.span.start * leaf.item_bytes
-    for start, end in _pieces(overlap.region, first, first + flat.numel()):
-        place = partial(_copy, flat[start - first : end - first])
-        yield _Job(
-            leaf.name, overlap.chunk.file, overlap.region, start, end, place=place, device=flat.device, once=once
-        )
+    for start, end in _pieces(region, first, first + flat.numel()):
+        target = flat[start - first : end - first]
+        landing = target if lands and region.whole_blocks(start, end) == (start, end) else None
+        place = partial(_copy, target)
+        yield _Job(leaf.name, file, region, start, end, place=place, device=flat.device, once=once, landing=landing)
+
+
+def _devices_that_check(requests: Sequence[Request]) -> list[torch.device]:
+    """The devices that get enough for it to pay."""
+    sizes: dict[torch.device, int] = {}
+    for request in requests:
+        if request.fresh and request.target.is_cuda:
+            sizes[request.target.device] = sizes.get(request.target.device, 0) + request.target.nbytes
+    return [device for device, size in sizes.items() if size >= _DEVICE_CHECKS_FROM_BYTES]
 
 
 def _scattered(leaf: TensorRecord, overlap: _Overlap, once: bool) -> Iterator[_Job]:
