@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 FIRST_QUESTIONS = ("sync_save", "restore")
-ASYNC_QUESTIONS = ("async_save", "lost_time", "memory", "two_ranks")
+ASYNC_QUESTIONS = ("async_save", "lost_time", "memory", "two_ranks", "agreement")
 GPU_QUESTIONS = ("gpu_save", "gpu_restore")
 
 

@@ -437,15 +437,15 @@ class _Tray:
         self.target = torch.frombuffer(arena.memory[start:end], dtype=_BYTE)
         self._views = [chunk.on(self.memory[chunk.start - start : chunk.end - start]) for chunk in chunks]
 
+        by_type: dict[torch.dtype, list[int]] = {}
+        for index, view in enumerate(self._views):
+            by_type.setdefault(view.dtype, []).append(index)
+        self._groups = [([self._views[index] for index in group], group) for group in by_type.values()]
+
     def take(self, sources: Sequence[torch.Tensor]) -> None:
         """Gather them, in the order of the current stream. One kernel serves many tensors of one type."""
-        by_type: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for view, source in zip(self._views, sources, strict=True):
-            targets, found = by_type.setdefault(source.dtype, ([], []))
-            targets.append(view)
-            found.append(source)
-        for targets, found in by_type.values():
-            torch._foreach_copy_(targets, found)
+        for views, group in self._groups:
+            torch._foreach_copy_(views, [sources[index] for index in group])
 
 
 def _copyable(source: torch.Tensor) -> torch.Tensor:

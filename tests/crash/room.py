@@ -143,11 +143,13 @@ class Fault(NamedTuple):
         "die": the process is killed. "power": so is everything else, and the shelf loses its power. "meet": somebody
         else acts in between; for this one, looking counts as an operation too.
     after: the operation was done all the same.
+    behind: not in what the process does, but in the housework that it leaves behind.
     """
 
     kind: str
     at: int
     after: bool = False
+    behind: bool = False
 
 
 @dataclass(eq=False)

@@ -154,7 +154,7 @@ class DeviceChecks:
                 return digester.digests([block.place for block in blocks])
             except RuntimeError as error:
                 logger.warning("%s could not digest what it holds, so the processor does: %s", device, error)
-        return [blake3(memory_of(block.bytes_of().cpu())).digest() for block in blocks]
+        return [block.digest_on_host() for block in blocks]
 
 
 class _Block(NamedTuple):
@@ -173,8 +173,10 @@ class _Block(NamedTuple):
     def expected(self) -> str:
         return self.job.region.digests[self.low // self.job.region.block_bytes]
 
-    def bytes_of(self) -> torch.Tensor:
-        return self.landing[self.low - self.job.start : self.high - self.job.start]
+    def digest_on_host(self) -> bytes:
+        # Named, because nothing else keeps the memory that is digested.
+        host = self.landing[self.low - self.job.start : self.high - self.job.start].cpu()
+        return blake3(memory_of(host)).digest()
 
 
 def _run(
