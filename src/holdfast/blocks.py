@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from holdfast.catalog import Catalog, Checkpoint
-from holdfast.errors import CheckpointNotFoundError
+from holdfast.errors import CheckpointNotFoundError, UsageError
 from holdfast.housekeeping import Housekeeper
 from holdfast.lease import Lease, reading
 from holdfast.policies import KeepPolicy
@@ -60,8 +60,7 @@ def verify(
 
 def retention(run: Location, keep: KeepPolicy) -> list[Decision]:
     """What a policy would keep of a run and what it would remove, each with its reasons. Does nothing."""
-    catalog, _ = resolving.locate(run)
-    return Housekeeper(catalog, keep=keep).plan()
+    return Housekeeper(_whole_run(run), keep=_checked(keep)).plan()
 
 
 def prune(run: Location, keep: KeepPolicy) -> list[Decision]:
@@ -69,15 +68,29 @@ def prune(run: Location, keep: KeepPolicy) -> list[Decision]:
 
     Only where nobody writes: a run that is being trained is a RunInUseError, and its own manager prunes it.
     """
-    catalog, _ = resolving.locate(run)
-    if not catalog.holds_something():
-        raise CheckpointNotFoundError("there is no checkpoint", run=catalog.storage.url)
-    lease = Lease.acquire(catalog.storage)
+    keep, catalog = _checked(keep), _whole_run(run)
+    lease = Lease.acquire(catalog.storage, from_this_process=False)
     try:
         catalog.close_attempts(lease.number)
-        return Housekeeper(catalog, keep=keep, may_write=lease.require).tidy()
+        # The links are the training's own, and stay as far as they lead anywhere.
+        return Housekeeper(catalog, keep=keep, links=None, may_write=lease.require).tidy()
     finally:
         lease.release()
+
+
+def _whole_run(run: Location) -> Catalog:
+    catalog, chosen = resolving.locate(run)
+    if chosen.kind != "latest":
+        raise UsageError(f"'{chosen}' names one checkpoint", advice="give the run alone: a policy is about all of it")
+    if not catalog.holds_something():
+        raise CheckpointNotFoundError("there is no checkpoint", run=catalog.storage.url)
+    return catalog
+
+
+def _checked(keep: object) -> KeepPolicy:
+    if not isinstance(keep, KeepPolicy):
+        raise UsageError(f"keep={keep!r:.100}", advice="give a policy such as KeepLast(3), or several with |")
+    return keep
 
 
 def build_train_state(components: Mapping[str, Any]) -> dict[str, Any]:

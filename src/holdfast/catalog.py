@@ -78,6 +78,11 @@ class Checkpoint:
         """The digest of the checkpoint that the training continued from."""
         return self.manifest.parent
 
+    @property
+    def epoch(self) -> int | None:
+        """How many epochs were done, where the training said so."""
+        return self.manifest.epoch
+
     @cached_property
     def created(self) -> datetime:
         return datetime.fromisoformat(self.manifest.created)
@@ -251,7 +256,7 @@ class Catalog:
 
     def not_found(self, selector: Selector, scan: Scan) -> HoldfastError:
         """Why a selector found nothing: damage when there was something, absence when there was not."""
-        unreadable = _unreadable(scan.damaged, selector)
+        unreadable = _unreadable((*scan.damaged, *set_aside(scan)), selector)
         if unreadable and all(skipped.newer for skipped in unreadable):
             return UnsupportedFormatError(
                 f"'{selector}' finds only {unreadable[0]}",
@@ -384,7 +389,7 @@ class Catalog:
     def remove(self, folder: str) -> None:
         """Remove an attempt and the notes on it. Who began it goes last: until then one can see whose it is."""
         self.clear(folder)
-        for name in self._note_names():
+        for name in self.note_names():
             parsed = parse_note_name(name)
             if parsed is not None and parsed.folder == folder:
                 self.storage.delete(layout.key(layout.NOTES, name))
@@ -404,7 +409,7 @@ class Catalog:
     def note(self, checkpoint: Checkpoint, **said: Any) -> None:
         """Write down something about a checkpoint: `metrics` (encoded), `tag`, `untag` or `damage`."""
         note = Note(checkpoint=checkpoint.digest, created=_now(), **said)
-        numbers = [parsed.number for parsed in map(parse_note_name, self._note_names()) if parsed is not None]
+        numbers = [parsed.number for parsed in map(parse_note_name, self.note_names()) if parsed is not None]
         number = max(numbers, default=0) + 1
         while True:
             try:
@@ -418,14 +423,14 @@ class Catalog:
         """The checkpoint with what is said of it by now."""
         return _annotated(checkpoint, self._notes())
 
-    def _note_names(self) -> list[str]:
+    def note_names(self) -> list[str]:
         return [entry.name for entry in self.storage.entries(layout.NOTES)]
 
     def _notes(self) -> dict[str, list[Note]]:
         """All notes by the folder that they are about, in order. One that cannot be read is no more than a note."""
         found: dict[str, list[Note]] = {}
         kept: dict[str, Note] = {}
-        parsed = [(name, parse_note_name(name)) for name in self._note_names()]
+        parsed = [(name, parse_note_name(name)) for name in self.note_names()]
         for name, told in sorted(((n, p) for n, p in parsed if p is not None), key=lambda pair: pair[1].number):
             note = self._known_notes.get(name) or self._read_note(name)
             if note is not None:
@@ -568,7 +573,14 @@ def choose(scan: Scan, selector: Selector) -> Checkpoint | None:
         return next((found for found in scan.checkpoints if found.folder == selector.name), None)
     if selector.kind == "best":
         return _best(scan, selector)
-    return scan.checkpoints[0] if scan.checkpoints else None
+    return next((found for found in scan.checkpoints if not found.damage), None)
+
+
+def set_aside(scan: Scan) -> list[Skipped]:
+    """The checkpoints whose bytes were found to be damaged."""
+    return [
+        Skipped(found.folder, f"was found damaged before: {found.damage}") for found in scan.checkpoints if found.damage
+    ]
 
 
 def _best(scan: Scan, selector: Selector) -> Checkpoint | None:
@@ -578,21 +590,14 @@ def _best(scan: Scan, selector: Selector) -> Checkpoint | None:
 
 def best_of(among: Sequence[Checkpoint], metric: str, mode: str) -> Checkpoint | None:
     """The best by a stored metric. NaN ranks worst and ties go to the newer one."""
-    sign = -1.0 if mode == "max" else 1.0
-
-    def rank(checkpoint: Checkpoint) -> tuple[bool, float, int]:
-        value = _as_float(checkpoint.metrics[metric])
-        return (value != value, sign * value if value == value else 0.0, -checkpoint.sequence)
-
     ranked = [found for found in among if isinstance(found.metrics.get(metric), int | float)]
-    return min(ranked, key=rank, default=None)
-
-
-def _as_float(value: int | float) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return float("inf") if value > 0 else float("-inf")
+    numbers = [found for found in ranked if found.metrics[metric] == found.metrics[metric]]
+    # As they are: to turn a large int into a float would make neighbours equal.
+    if mode == "max":
+        best = max(numbers, key=lambda found: (found.metrics[metric], found.sequence), default=None)
+    else:
+        best = min(numbers, key=lambda found: (found.metrics[metric], -found.sequence), default=None)
+    return best or max(ranked, key=lambda found: found.sequence, default=None)
 
 
 def _only_metric(scan: Scan) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -37,8 +38,8 @@ class Housekeeper:
     """Tidies one run, whenever it is asked to.
 
     keep: None keeps everything. links: whether there are links for people, and after which template one for each
-    checkpoint. may_write: raises when this process is not the run's writer any more. in_use: digests of checkpoints
-    that the training itself still needs.
+    checkpoint; None makes none, and removes those that would lead to what goes. may_write: raises when this process is
+    not the run's writer any more. in_use: digests of checkpoints that the training itself still needs.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Housekeeper:
         catalog: Catalog,
         *,
         keep: KeepPolicy | None,
-        links: bool | LinkTemplate = True,
+        links: bool | LinkTemplate | None = True,
         may_write: Callable[[], None] = lambda: None,
         in_use: Callable[[], set[str | None]] = set,
         tell: Callable[[Event], None] = lambda event: None,
@@ -61,6 +62,7 @@ class Housekeeper:
         self._backstage = Backstage()
         self._doomed: dict[str, int] = {}
         self._damaged: dict[Checkpoint, str] = {}
+        self._lock = threading.Lock()
         self._said_unknown = False
         weakref.finalize(self, self._backstage.stop)
 
@@ -89,23 +91,38 @@ class Housekeeper:
         """What would be kept and what would go, and why. Does nothing."""
         return self._plan(self._catalog.scan())
 
-    def tidy(self) -> list[Decision]:
-        """Move the links, remove what is not kept, clear away debris."""
+    def clear_behind(self) -> None:
+        """Clear debris away in the background, and remove nothing that is a checkpoint."""
+        self.do_behind(self.clear_debris)
+
+    def clear_debris(self) -> None:
+        """Remove what abandoned attempts and deletions that were cut short left behind."""
         self._may_write()
         self._note_damage()
-        scan = self._catalog.glance()
-        plan = self._plan(scan)
-        self._collect(scan)
-        gone = {decision.folder for decision in plan if not decision.keep}
-        kept = [found for found in scan.checkpoints if found.folder not in gone]
-        # The links first: none may lead to what is about to go.
-        self._point(kept)
-        for checkpoint in reversed(scan.checkpoints):
-            if checkpoint.folder in gone:
-                self._remove(checkpoint)
+        self._readers.sweep()
+        self._collect(self._catalog.glance())
         for folder in list(self._doomed):
             self._clear(folder)
-        return plan
+
+    def tidy(self) -> list[Decision]:
+        """Move the links, remove what is not kept, clear away debris."""
+        self.clear_debris()
+        while True:
+            said = self._catalog.note_names()
+            scan = self._catalog.glance()
+            plan = self._plan(scan)
+            gone = {decision.folder for decision in plan if not decision.keep}
+            # The links first: none may lead to what is about to go.
+            self._point([found for found in scan.checkpoints if found.folder not in gone])
+            going = [found for found in reversed(scan.checkpoints) if found.folder in gone]
+            if all(self._remove(checkpoint, said) for checkpoint in going):
+                return plan
+
+    def note(self, checkpoint: Checkpoint, **said: Any) -> None:
+        """Write something down about a checkpoint, but not while one is being removed."""
+        with self._lock:
+            self._catalog.read(checkpoint.folder)
+            self._catalog.note(checkpoint, **said)
 
     def _try(self, work: Callable[[], object]) -> None:
         try:
@@ -114,7 +131,7 @@ class Housekeeper:
             return  # the manager is gone
         except HoldfastError as error:
             logger.warning("the run could not be tidied up; it will be after the next save: %s", error)
-        except Exception:
+        except BaseException:  # there is nobody behind this thread who could hear of it
             logger.exception("the run could not be tidied up; it will be after the next save")
 
     def _note_damage(self) -> None:
@@ -149,12 +166,16 @@ class Housekeeper:
 
     # What goes
 
-    def _remove(self, checkpoint: Checkpoint) -> None:
+    def _remove(self, checkpoint: Checkpoint, said: Sequence[str]) -> bool:
+        """False when something was said of the run's checkpoints since the plan was made: it may not hold any more."""
         begin = time.monotonic()
         self._may_write()
-        if checkpoint.folder in self._readers.folders():
-            return
-        self._catalog.uncommit(checkpoint.folder)
+        with self._lock:
+            if self._catalog.note_names() != said and not self._only_fewer(said):
+                return False
+            if checkpoint.folder in self._readers.folders():
+                return True
+            self._catalog.uncommit(checkpoint.folder)
         self._doomed[checkpoint.folder] = checkpoint.step
         self._clear(checkpoint.folder)
         logger.info("removed step %d (%s)", checkpoint.step, checkpoint.folder)
@@ -168,6 +189,11 @@ class Housekeeper:
                 path=checkpoint.path,
             )
         )
+        return True
+
+    def _only_fewer(self, said: Sequence[str]) -> bool:
+        """Whether nothing was said, and only notes on what was removed are gone."""
+        return set(self._catalog.note_names()) <= set(said)
 
     def _clear(self, folder: str) -> None:
         """The bytes of what is no checkpoint any more; later, if somebody came to read it just before."""
@@ -178,7 +204,11 @@ class Housekeeper:
     def _collect(self, scan: Scan) -> None:
         """Clear away attempts that were closed, and so can never be committed. The word that says so stays as long as
         their writer may live: without it he could."""
+        reading = self._readers.folders() if scan.closed else set()
         for folder in scan.closed:
+            # It may be a checkpoint whose deletion was cut short, and somebody may have begun to read it before that.
+            if folder in reading:
+                continue
             self._catalog.clear(folder)
             if _is_dead(self._catalog.attempt_record(folder)):
                 self._catalog.remove(folder)
@@ -188,8 +218,11 @@ class Housekeeper:
     def _point(self, kept: Sequence[Checkpoint]) -> None:
         if self._links is False or not hasattr(self._catalog.storage, "point"):
             return
+        if self._links is None:
+            self._unpoint_all_but({checkpoint.folder for checkpoint in kept})
+            return
         sound = [checkpoint for checkpoint in kept if not checkpoint.damage]
-        wanted = {layout.LATEST_LINK: kept[0].folder} if kept else {}
+        wanted = {layout.LATEST_LINK: sound[0].folder} if sound else {}
         wanted |= self._best(sound)
         if isinstance(self._links, LinkTemplate):
             wanted |= self._named(kept, self._links)
@@ -230,6 +263,15 @@ class Housekeeper:
         except StorageError as error:
             logger.warning("the links could not be moved: %s", error)
 
+    def _unpoint_all_but(self, folders: set[str]) -> None:
+        storage: Any = self._catalog.storage
+        try:
+            for name, target in storage.links().items():
+                if layout.parse_folder(target) is not None and target not in folders:
+                    storage.unpoint(name)
+        except StorageError as error:
+            logger.warning("the links could not be moved: %s", error)
+
     def _is_ours(self, name: str, target: str) -> bool:
         """Whether a link that is not wanted is one that this made: only those may go."""
         if layout.parse_folder(target) is None:
@@ -257,8 +299,8 @@ def records_of(
             folder=found.folder,
             step=found.step,
             sequence=found.sequence,
-            created_seconds=found.created.timestamp(),
-            metrics=_numbers(found.metrics),
+            created_seconds=_seconds(found),
+            metrics=_metrics(found),
             tags=found.tags,
             on_line=found.folder in line,
             shield=_shield(found, reading, in_use),
@@ -276,6 +318,22 @@ def _shield(checkpoint: Checkpoint, reading: Set[str], in_use: Set[str | None]) 
     if checkpoint.digest in in_use:
         return "this training continues from it"
     return ""
+
+
+def _metrics(checkpoint: Checkpoint) -> Mapping[str, int | float]:
+    """One checkpoint with a record that makes no sense must not keep a whole run from being tidied."""
+    try:
+        return _numbers(checkpoint.metrics)
+    except HoldfastError as error:
+        logger.warning("%s: its metrics cannot be read, and count as unknown: %s", checkpoint.folder, error)
+        return {}
+
+
+def _seconds(checkpoint: Checkpoint) -> float:
+    try:
+        return checkpoint.created.timestamp()
+    except (ValueError, OverflowError, OSError):
+        return 0.0
 
 
 def _numbers(metrics: Mapping[str, Any]) -> Mapping[str, int | float]:

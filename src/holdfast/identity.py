@@ -49,10 +49,17 @@ def birth_of(process: int) -> int | None:
 
 def seconds_since_birth() -> float:
     """How long this process has been running; since this was first asked, where the system does not say."""
-    birth = birth_of(os.getpid())
+    birth = _birth_seconds(os.getpid())
     if birth is None:
         return time.monotonic() - _FIRST_LOOK
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - birth / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - birth
+
+
+@cache
+def _birth_seconds(process: int) -> float | None:
+    """The same, of this process, whose number changes with a fork; asked at every step of a training."""
+    birth = birth_of(process)
+    return None if birth is None else birth / os.sysconf("SC_CLK_TCK")
 
 
 def parent_of(process: int) -> int | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import logging
 import platform
+import threading
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,6 +54,7 @@ class SaveRequest:
     tags: Sequence[str] = ()
     assets: Sequence[Path] = ()
     links: bool = True
+    epoch: int | None = None
 
 
 class Leader:
@@ -68,6 +70,7 @@ class Leader:
         timeout_seconds: float,
     ) -> None:
         self._timeout_seconds = timeout_seconds
+        self._holding = threading.Lock()
         self._catalog = catalog
         self._size = size
         self._claims = claims
@@ -137,6 +140,7 @@ class Leader:
             line=self._ranges,
             lease=self.lease,
             links=request.links,
+            epoch=request.epoch,
             versions={"holdfast": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
         )
 
@@ -153,14 +157,16 @@ class Leader:
 
     def hold_run(self) -> None:
         """Become the run's only writer, or make sure that this process still is."""
-        if self._lease is not None:
-            self._lease.require()
-            return
-        # What a writer without its training is about to commit comes before us, and is not taken from it.
-        wait_for_survivors(self._catalog, self._timeout_seconds / 2)
-        self._lease = Lease.acquire(self._catalog.storage)
-        self._catalog.close_attempts(self._lease.number)
-        self.forget()
+        # One thread at a time: the second of two would take the run over from the first.
+        with self._holding:
+            if self._lease is not None:
+                self._lease.require()
+                return
+            # What a writer without its training is about to commit comes before us, and is not taken from it.
+            wait_for_survivors(self._catalog, self._timeout_seconds / 2)
+            self._lease = Lease.acquire(self._catalog.storage)
+            self._catalog.close_attempts(self._lease.number)
+            self.forget()
 
     def release_run(self) -> None:
         """Let another process write to the run."""

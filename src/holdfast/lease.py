@@ -37,6 +37,7 @@ __all__ = ["DEFAULT_TIMEOUT_SECONDS", "Clock", "Heart", "Lease", "Readers", "rea
 
 DEFAULT_TIMEOUT_SECONDS = 60.0
 _BEATS_PER_TIMEOUT = 6
+_LONGEST_TIMEOUT_SECONDS = 600.0
 _LOOKS_PER_BEAT = 4
 _MAX_RECORD_BYTES = 1 << 16
 _BEAT = ".beat-"
@@ -80,15 +81,16 @@ class Lease:
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         identity: Identity | None = None,
         clock: Clock | None = None,
+        from_this_process: bool = True,
     ) -> Lease:
         """Become the writer of a run. A RunInUseError when somebody who lives is; who may have died elsewhere is
-        watched for as long as his claim says."""
+        watched for as long as his claim says. `from_this_process`: whether to take it from this very process."""
         claim = _Claim(identity or this_process(), _now(), timeout_seconds)
         while True:
             entries = storage.entries(layout.LEASE)
             highest = _highest(entries)
             if highest:
-                _require_free(storage, highest, entries, claim, clock or Clock())
+                _require_free(storage, highest, entries, claim, clock or Clock(), from_this_process)
             try:
                 storage.put(_key(layout.LEASE, _name(highest + 1), _CLAIM), msgspec.json.encode(claim) + b"\n")
             except KeyExistsError:
@@ -132,7 +134,9 @@ def require_number(storage: Storage, number: int) -> None:
     )
 
 
-def _require_free(storage: Storage, number: int, entries: Sequence[Entry], mine: _Claim, clock: Clock) -> None:
+def _require_free(
+    storage: Storage, number: int, entries: Sequence[Entry], mine: _Claim, clock: Clock, from_this_process: bool
+) -> None:
     """Return when the holder of a number does not hold it any more; raise when he does."""
     names = {entry.name for entry in entries}
     if f"{_name(number)}{_RELEASED}" in names:
@@ -140,13 +144,13 @@ def _require_free(storage: Storage, number: int, entries: Sequence[Entry], mine:
     claim = _read_claim(storage, number)
     if claim is None:
         return
-    if claim.holder == mine.holder:
+    if claim.holder == mine.holder and from_this_process:
         logger.warning(
             "this process opened the run %s before, and did not close it: that manager cannot save any more",
             storage.url,
         )
         return
-    alive = is_alive(claim.holder)
+    alive = claim.holder == mine.holder or is_alive(claim.holder)
     if alive is None:
         alive = _beats(storage, number, claim, clock)
     if alive:
@@ -155,12 +159,12 @@ def _require_free(storage: Storage, number: int, entries: Sequence[Entry], mine:
 
 def _beats(storage: Storage, number: int, claim: _Claim, clock: Clock) -> bool:
     """Whether a holder on another machine gives a sign within the time that his claim states."""
-    pause = claim.timeout_seconds / _BEATS_PER_TIMEOUT / _LOOKS_PER_BEAT
+    # What a file says is not waited for beyond reason.
+    patience = min(max(claim.timeout_seconds, 0.0), _LONGEST_TIMEOUT_SECONDS)
+    pause = patience / _BEATS_PER_TIMEOUT / _LOOKS_PER_BEAT
     first = _last_beat(storage.entries(layout.LEASE), _name(number))
-    deadline = clock.now() + claim.timeout_seconds
-    logger.warning(
-        "%s held the run %s; waiting up to %g s for a sign of it", claim.holder, storage.url, claim.timeout_seconds
-    )
+    deadline = clock.now() + patience
+    logger.warning("%s held the run %s; waiting up to %g s for a sign of it", claim.holder, storage.url, patience)
     while clock.now() < deadline:
         clock.sleep(pause)
         entries = storage.entries(layout.LEASE)
@@ -303,18 +307,20 @@ class Readers:
     _seen: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     def folders(self) -> set[str]:
-        """The checkpoints that somebody reads. Claims of readers that are gone are removed."""
-        entries = self.storage.entries(layout.READERS)
-        found = set()
-        for entry in entries:
-            if not entry.name.endswith(_CLAIM):
-                continue
-            name = entry.name.removesuffix(_CLAIM)
-            if self._lives(name, _last_beat(entries, name)):
-                found.add(name.partition("--")[0])
-            else:
+        """The checkpoints that somebody reads."""
+        return {name.partition("--")[0] for name, lives in self._claims() if lives}
+
+    def sweep(self) -> None:
+        """Remove the claims of readers that are gone."""
+        for name, lives in self._claims():
+            if not lives:
                 _forget_reader(self.storage, name)
-        return found
+
+    def _claims(self) -> list[tuple[str, bool]]:
+        """Each claim, and whether its reader lives."""
+        entries = self.storage.entries(layout.READERS)
+        names = [entry.name.removesuffix(_CLAIM) for entry in entries if entry.name.endswith(_CLAIM)]
+        return [(name, self._lives(name, _last_beat(entries, name))) for name in names]
 
     def _lives(self, name: str, beat: int) -> bool:
         try:

@@ -293,7 +293,7 @@ class _Attempt:
             raise CorruptCheckpointError("its manifest is gone", file=self.candidate.folder) from None
         if checkpoint.digest != self.candidate.digest:
             raise CorruptCheckpointError("this rank sees another manifest than the leader", file=self.candidate.folder)
-        return checkpoint
+        return self.catalog.annotated(checkpoint)
 
     def _fit_components(self) -> None:
         manifest = self.checkpoint.manifest

@@ -7,7 +7,8 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -152,15 +153,17 @@ class CheckpointManager:
             check_callable("on_event", on_event)
             _check_policies(save, keep)
             self._links = _checked_links(links)
-            self._pace = Pace(save, self._ranks)
             self._components = _checked_components(state, rng)
             self._config = encode(config, path="config", on_tensor=None)
             self._assets = _checked_assets(assets) if self._ranks.rank == 0 else ()
             self._catalog = Catalog(storage if storage is not None else open_storage(run))
+            # Last: from here on signals do not do what they did.
+            self._pace = Pace(save, self._ranks)
             return self._catalog.storage.url, mode, sorted(self._components)
 
         # Construction agrees once, so that what is wrong on one rank is known to all here and not at the first save.
-        self._ranks.decide("open", introduce, agree_on_run, sends=tuple[str, str, list[str]], returns=None)
+        with self._giving_signals_back():
+            self._ranks.decide("open", introduce, agree_on_run, sends=tuple[str, str, list[str]], returns=None)
         self._saver = Saver(
             self._catalog,
             self._ranks,
@@ -169,14 +172,15 @@ class CheckpointManager:
             timeout_seconds=timeout,
             on_event=on_event,
         )
+        self._needed: set[str | None] = set()
         # Weak, so that a manager that is dropped without being closed is gone at once, with its writer.
-        saver = weakref.proxy(self._saver)
+        saver, needed = weakref.proxy(self._saver), self._needed
         self._housekeeper = Housekeeper(
             self._catalog,
             keep=keep,
             links=self._links,
             may_write=lambda: saver.hold_run(),
-            in_use=lambda: {saver.head},
+            in_use=lambda: {saver.head, *needed},
             tell=lambda event: saver.tell(event),
         )
         self._saver.on_commit = self._housekeeper.tidy_behind
@@ -185,16 +189,25 @@ class CheckpointManager:
 
     def _hold_run(self) -> None:
         """Whoever means to save finds out here, and not hours later, that somebody else does."""
-        try:
+        with self._giving_signals_back():
             on_leader(self._ranks, "become the writer", self._become_writer, returns=None)
-        except BaseException:
-            self._pace.close()
-            raise
 
     def _become_writer(self) -> None:
         self._saver.hold_run()
-        # What a crash left behind is cleared away now.
-        self._housekeeper.tidy_behind()
+        # What a crash left behind goes now. No checkpoint does before the first new one is committed: until then nobody
+        # knows whether the newest is sound.
+        self._housekeeper.clear_behind()
+
+    @contextmanager
+    def _giving_signals_back(self) -> Iterator[None]:
+        """A manager that could not be made leaves the handlers of signals as they were."""
+        try:
+            yield
+        except BaseException:
+            pace: Pace | None = getattr(self, "_pace", None)
+            if pace is not None:
+                pace.close()
+            raise
 
     def should_save(self, step: int, *, epoch: int | None = None, metrics: Mapping[str, Any] | None = None) -> bool:
         """Whether `step` would save now. Changes nothing. Where a clock or a signal decides, all ranks must ask."""
@@ -217,27 +230,28 @@ class CheckpointManager:
         is how many epochs are done by now.
         """
         self._check_open()
+        wish = self._pace.ask(check_step(step), check_epoch(epoch))
+        if wish.stop:
+            self._save_and_stop(step, wish.reasons, epoch=epoch, metrics=metrics, progress=progress, extra=extra)
+            return True
         if self._ranks.size == 1:
             # With several ranks the next save does: one rank would hear of it some steps before another.
             self._saver.poll()
-        wish = self._pace.ask(check_step(step), check_epoch(epoch))
-        if wish.stop:
-            self._save_and_stop(step, wish.reasons, metrics=metrics, progress=progress, extra=extra)
-        elif wish.save:
-            self.save(step, metrics=metrics, progress=progress, extra=extra)
-        return wish.stop
+        if wish.save:
+            self._save(step, epoch=epoch, metrics=metrics, progress=progress, extra=extra)
+        return False
 
-    def _save_and_stop(self, step: int, reasons: Sequence[str], **said: Mapping[str, Any] | None) -> None:
+    def _save_and_stop(self, step: int, reasons: Sequence[str], **said: Any) -> None:
         if self._ranks.rank == 0:
             logger.warning("saving step %d and stopping: %s", step, ", ".join(reasons))
         try:
-            self.save(step, wait=True, **said)  # type: ignore[arg-type]
+            self._save(step, **said).wait()
         except (RunInUseError, UsageError):
             raise
         except HoldfastError as error:
             # It may be what failed before, and nobody had heard of. There will be no other time to save this.
             logger.error("%s; trying once more", error)
-            self.save(step, wait=True, **said)  # type: ignore[arg-type]
+            self._save(step, **said).wait()
 
     def save(
         self,
@@ -256,6 +270,22 @@ class CheckpointManager:
         its error is raised here and nothing is saved; the next save works. `wait` returns only when the checkpoint is
         committed, which in sync mode is always so.
         """
+        handle = self._save(step, metrics=metrics, progress=progress, extra=extra, guards=guards, tag=tag)
+        if wait:
+            handle.wait()
+        return handle
+
+    def _save(
+        self,
+        step: int,
+        *,
+        epoch: int | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        progress: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
+        guards: Mapping[str, Any] | None = None,
+        tag: str | None = None,
+    ) -> SaveHandle:
         self._check_open()
 
         def request() -> SaveRequest:
@@ -271,16 +301,14 @@ class CheckpointManager:
                 tags=() if tag is None else (check_tag(tag),),
                 assets=self._assets,
                 links=self._links is not False,
+                epoch=epoch,
             )
 
         pending = self._saver.save(step, request)
         self._pace.note_save()
         if pending.skipped and (tag or metrics or progress or extra or guards) and self._ranks.rank == 0:
             logger.warning("step %d was committed before; what this save says besides is not kept", step)
-        handle = SaveHandle(pending, self._catalog)
-        if wait:
-            handle.wait()
-        return handle
+        return SaveHandle(pending, self._catalog)
 
     def restore(
         self,
@@ -298,7 +326,7 @@ class CheckpointManager:
         self._saver.drain()
         started = time.monotonic()
         strategy = strategy if strategy is not None else LoadStrategy()
-        wanted = self._on_all("restore", lambda: encoded("guards", guards), same=repr(_checked_strategy(strategy)))
+        wanted = self._on_all("restore", lambda: _wanted(strategy, guards), same=repr(strategy))
         on_leader(self._ranks, "look for writers", self._wait_for_survivors, returns=None)
         catalog, chosen, explicit = self._locate_together(selector)
         if self._resume == "never" and not explicit:
@@ -316,15 +344,22 @@ class CheckpointManager:
             return RestoreResult(resumed=False)
         self._source, self._strategy = (catalog, loaded.checkpoint), strategy
         if own_run:
+            self._note_needed(loaded.checkpoint)
             self._set_aside(loaded.damaged)
         self._tell_restored(loaded.checkpoint, time.monotonic() - started)
         return self._resumed(loaded, strategy, own_run=own_run)
+
+    def _note_needed(self, checkpoint: Checkpoint) -> None:
+        """As long as a checkpoint has state of components that are not there yet, `attach` may want it."""
+        self._needed.clear()
+        if any(tree.component not in self._components for tree in checkpoint.manifest.trees):
+            self._needed.add(checkpoint.digest)
 
     def _set_aside(self, damaged: Mapping[Checkpoint, str]) -> None:
         """Have it written down, by whoever writes to the run: a mere reader leaves it as it is."""
         self._housekeeper.set_aside(damaged)
         if damaged and self._saver.lease:
-            self._housekeeper.tidy_behind()
+            self._housekeeper.clear_behind()
 
     def attach(self, name: str, component: Any) -> bool:
         """Add a component that did not exist yet. If the restored checkpoint has its state, it gets it now: True."""
@@ -342,6 +377,8 @@ class CheckpointManager:
                 )
                 loaded = load(request, catalog, self._ranks)
         self._components = components
+        if self._source is not None and self._source[0] is self._catalog:
+            self._note_needed(self._source[1])
         return loaded is not None and name in loaded.restored
 
     def should_load(self) -> bool:
@@ -375,7 +412,7 @@ class CheckpointManager:
         """Add metrics to the checkpoint of a step after it was saved: ranking and `best` follow. False, and a warning,
         when there is no such checkpoint; it may have been removed."""
         self._check_open()
-        said = self._on_all("report", lambda: encoded_metrics(metrics), same=f"{check_step(step)} {sorted(metrics)}")
+        said = self._on_all("report", lambda: (check_step(step), _reported(metrics))[1], same=repr(step))
         return on_leader(self._ranks, f"report of step {step}", lambda: self._report(step, said), returns=bool)
 
     def _report(self, step: int, metrics: dict[str, Any]) -> bool:
@@ -390,28 +427,33 @@ class CheckpointManager:
         if found is None:
             logger.warning("there is no checkpoint of step %d any more to add metrics to", step)
             return False
-        self._catalog.note(found, **said)
-        self._housekeeper.tidy_behind()
+        self._note_and_tidy(found, **said)
         return True
+
+    def _note_and_tidy(self, checkpoint: Checkpoint, **said: Any) -> None:
+        self._housekeeper.note(checkpoint, **said)
+        # Who only says something of a checkpoint does not become the run's writer by it.
+        if self._saver.lease:
+            self._housekeeper.tidy_behind()
 
     def tag(self, selector: str | int, tag: str) -> None:
         """Give a checkpoint a name. It is never removed as long as it has one."""
-        self._annotate(selector, tag=check_tag(tag))
+        self._annotate(selector, tag=tag)
 
     def untag(self, selector: str | int, tag: str) -> None:
         """Take a name back. One that the checkpoint does not have is an error."""
-        self._annotate(selector, untag=check_tag(tag))
+        self._annotate(selector, untag=tag)
 
     def _annotate(self, selector: str | int, *, tag: str = "", untag: str = "") -> None:
         self._check_open()
         self._saver.drain()
+        self._on_all("annotate", lambda: check_tag(tag or untag), same=repr((selector, tag, untag)))
 
         def work() -> None:
             found = self._catalog.find(parse_selector(selector))
             if untag and untag not in found.tags:
                 raise CheckpointNotFoundError(f"'{selector}' has no tag '{untag}'", run=self._catalog.storage.url)
-            self._catalog.note(found, tag=tag, untag=untag)
-            self._housekeeper.tidy_behind()
+            self._note_and_tidy(found, tag=tag, untag=untag)
 
         on_leader(self._ranks, "annotate", work, returns=None)
 
@@ -423,14 +465,12 @@ class CheckpointManager:
         """Remove what `keep` does not keep, now, and not after the next save. Gives what was decided."""
         self._check_open()
         self._saver.drain()
-        decided: list[Decision] = []
 
-        def work() -> None:
+        def work() -> list[Decision]:
             self._housekeeper.wait()
-            decided.extend(self._housekeeper.tidy())
+            return self._housekeeper.tidy()
 
-        on_leader(self._ranks, "prune", work, returns=None)
-        return decided or self.retention()
+        return on_leader(self._ranks, "prune", work, returns=list[Decision])
 
     @property
     def is_pending(self) -> bool:
@@ -548,7 +588,7 @@ class CheckpointManager:
         }
         if not strategy.progress:
             return RestoreResult(resumed=False, **parts)
-        self._pace.note_start(None)
+        self._pace.note_start(checkpoint.epoch)
         if own_run:
             self._saver.head = checkpoint.digest
         if self._ranks.rank == 0:
@@ -568,6 +608,13 @@ class CheckpointManager:
             raise ClosedError("the manager was closed", run=self._catalog.storage.url, advice="build a new one")
 
 
+def _reported(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    encoded = encoded_metrics(metrics)
+    if not encoded:
+        raise UsageError(f"metrics={metrics!r:.100} says nothing", advice="give numbers by name")
+    return encoded
+
+
 def _check_policies(save: object, keep: object) -> None:
     if save is not None and not isinstance(save, Trigger):
         raise UsageError(f"save={save!r:.100}", advice="give a trigger such as Every(steps=500), or several with |")
@@ -583,10 +630,10 @@ def _checked_links(links: object) -> bool | LinkTemplate:
     raise UsageError(f"links={links!r:.100}", advice="give True, False, or a template such as '{name}-{step}'")
 
 
-def _checked_strategy(strategy: object) -> LoadStrategy:
+def _wanted(strategy: object, guards: Mapping[str, Any] | None) -> dict[str, Any]:
     if not isinstance(strategy, LoadStrategy):
         raise UsageError(f"strategy={strategy!r:.100}", advice="give a holdfast.LoadStrategy")
-    return strategy
+    return encoded("guards", guards)
 
 
 def _check_stage(stage: object) -> None:

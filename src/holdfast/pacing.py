@@ -40,6 +40,7 @@ class Pace:
 
     def __init__(self, trigger: Trigger | None, ranks: Ranks, clocks: Time | None = None) -> None:
         self._by_step, self._by_leader = split(trigger) if trigger is not None else (None, None)
+        self._needs_epoch = trigger is not None and trigger.needs_epoch
         self._ranks = ranks
         self._time = clocks or Time()
         self._watch = SignalWatch(trigger.signals if trigger is not None else ())
@@ -57,6 +58,9 @@ class Pace:
 
     def ask(self, step: int, epoch: int | None) -> Wish:
         """What the triggers want after a step. To ask about the same step again changes nothing."""
+        if epoch is None and self._needs_epoch:
+            self._needs_epoch = False
+            logger.warning("Every(epochs=...) saves only where it is told, with epoch=, how many epochs are done")
         self._turn_to(step, epoch)
         mine = _NOTHING if self._by_step is None else self._by_step.wish(Moment(step, epoch, self._last_epoch))
         if self._by_leader is None:

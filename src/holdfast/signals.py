@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 from collections.abc import Iterable
@@ -24,6 +25,7 @@ class SignalWatch:
         self.received: set[str] = set()
         self._previous: dict[signal.Signals, Any] = {}
         self._closed = False
+        self._owner = os.getpid()
         wanted = [signal.Signals[name] for name in sorted(names)]
         if wanted and threading.current_thread() is not threading.main_thread():
             raise UsageError(
@@ -46,12 +48,20 @@ class SignalWatch:
         self._closed = True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        previous = self._previous.get(signal.Signals(number))
+        if os.getpid() != self._owner:
+            self._do_as_before(number, previous)
+            return
         # Nothing else here: the handler may run in the middle of anything, also of a save.
         self.received.add(signal.Signals(number).name)
-        previous = self._previous.get(signal.Signals(number))
         # Python's own handler of SIGINT is only its way to do what the signal does by default.
         if callable(previous) and previous is not signal.default_int_handler:
             previous(number, frame)
+
+    def _do_as_before(self, number: int, previous: Any) -> None:
+        """In a forked child, such as a data loader's worker: nobody asks there, and the signal must end it."""
+        signal.signal(number, previous if previous is not None else signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
 
 def _still_open(number: signal.Signals, handler: Any) -> Any:

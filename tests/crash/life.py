@@ -181,6 +181,10 @@ class Manager(CheckpointManager):
     def number(self) -> int:
         return self._saver.lease
 
+    @property
+    def head(self) -> str | None:
+        return self._saver.head
+
     def die(self) -> None:
         """A process that is dead leaves no thread and releases nothing."""
         lease, self._saver._leader._lease = self._saver._leader._lease, None
@@ -190,6 +194,9 @@ class Manager(CheckpointManager):
 
 @dataclass(eq=False)
 class Trainer:
+    """A process that trains. `aside`: what it found to be damaged, and will write down. `prunes`: among the housework
+    that it has put off is what retention asks for."""
+
     process: Process
     door: Door
     manager: Manager
@@ -198,6 +205,7 @@ class Trainer:
     part: Part
     head: Kept | None = None
     aside: set[Kept] = field(default_factory=set)
+    prunes: bool = False
 
     @property
     def line(self) -> frozenset[int]:
@@ -319,20 +327,7 @@ class CutPower(NamedTuple):
     seed: int
 
 
-Action = (
-    Save
-    | SaveBadly
-    | Restore
-    | Report
-    | Tag
-    | Prune
-    | Start
-    | Read
-    | ReadNoMore
-    | Damage
-    | Leave
-    | CutPower
-)
+Action = Save | SaveBadly | Restore | Report | Tag | Prune | Start | Read | ReadNoMore | Damage | Leave | CutPower
 
 
 def _action(number: int) -> Action:
@@ -359,7 +354,7 @@ def _restore(chance: random.Random) -> Action:
 
 
 def _report(chance: random.Random) -> Action:
-    return Report(_who(chance), chance.randrange(8), _values(chance), _fault(chance, 16))
+    return Report(_who(chance), chance.randrange(8), _values(chance) or {"loss": 0.5}, _fault(chance, 16))
 
 
 def _tag(chance: random.Random) -> Action:
@@ -390,7 +385,7 @@ def _values(chance: random.Random) -> dict[str, Any]:
 
 
 def _fault(chance: random.Random, most: int) -> Fault | None:
-    kind = chance.choice(("", "", "die", "die", "meet", "meet", "meet", "fail", "power", "full"))
+    kind = chance.choice(("", "", "die", "die", "meet", "meet", "meet", "fail", "power", "full", "blind"))
     if chance.random() < 0.4:
         return Fault(kind, chance.randint(1, 16), chance.random() < 0.5, behind=True) if kind else None
     return Fault(kind, chance.randint(1, most), chance.random() < 0.5) if kind else None
@@ -423,7 +418,8 @@ class Life(RuleBasedStateMachine):
         {
             "an orphan's line is lost",
             "a name that is used again is taken for the old one",
-            "a save that was removed since is said to have failed",
+            "a save that cannot be looked at afterwards is said to have failed",
+            "who lost the run removes what has the name of what he was to remove",
         }
     )
 
@@ -602,8 +598,8 @@ class Life(RuleBasedStateMachine):
             return
         if isinstance(outcome, Checkpoint):
             self._was_saved(who, outcome, planned, there, fired=fired, may=may)
-        elif isinstance(outcome, KeyMissingError) and self._went_since(planned):
-            who.head = planned.became
+        elif self._was_saved_before_it_failed(who, planned):
+            who.head, who.prunes = planned.became, True
         elif not fired and (may or there or not isinstance(outcome, RunInUseError)):
             raise Violation(f"G6: a save failed for no reason: {outcome!r}") from outcome
         elif self._met(who) and not _is_fencing(outcome) and not (there and isinstance(outcome, KeyMissingError)):
@@ -619,20 +615,22 @@ class Life(RuleBasedStateMachine):
         if kept is None:
             raise Violation(f"G1: {saved} was committed, and is not there")
         if kept is planned.became:
-            kept.firm = True
+            kept.firm = who.prunes = True
             who.head = kept
-        elif there and kept in there:
-            return
-        elif self._had_that_name(kept, who) and self._tolerates("a name that is used again is taken for the old one"):
+        elif (there and kept in there) or (
+            self._had_that_name(kept, who) and self._tolerates("a name that is used again is taken for the old one")
+        ):
             return
         elif not fired:
             raise Violation(f"G1: step {planned.step} is said to be {kept}")
         if not may and not fired:
             raise Violation("G13: two writers")
 
-    def _went_since(self, planned: Planned) -> bool:
-        gone = planned.became is not None and planned.became.digest in self.former
-        return gone and self._tolerates("a save that was removed since is said to have failed")
+    def _was_saved_before_it_failed(self, who: Trainer, planned: Planned) -> bool:
+        """It was committed, and what failed was to look at it afterwards."""
+        kept = planned.became
+        continued = kept is not None and who.manager.head == kept.digest
+        return continued and self._tolerates("a save that cannot be looked at afterwards is said to have failed")
 
     def _had_that_name(self, kept: Kept, who: Trainer) -> bool:
         return any(old.folder == kept.folder and old.sequence in who.line for old in self.former.values())
@@ -660,7 +658,9 @@ class Life(RuleBasedStateMachine):
         outcome = self._do(who, lambda: who.manager.restore(selector))
         if outcome is DEAD:
             return
-        if isinstance(outcome, RestoreResult) and outcome.resumed:
+        if self._fired(who, "blind"):
+            self._was_restored_blindly(who, outcome)
+        elif isinstance(outcome, RestoreResult) and outcome.resumed:
             self._was_restored(who, outcome, sound if not self._met(who) else None, {**before, **self.known})
             for kept in passed:
                 kept.passed = True
@@ -678,6 +678,15 @@ class Life(RuleBasedStateMachine):
             raise Violation(f"G2: {kept} is not what was saved")
         kept.tried = True
         who.head = kept
+
+    def _was_restored_blindly(self, who: Trainer, outcome: Any) -> None:
+        """What could not be read for a moment is passed over, or the restore fails; a run is never taken for empty."""
+        if isinstance(outcome, RestoreResult) and outcome.resumed:
+            self._was_restored(who, outcome, None, self.known)
+            # It takes what it could not read for damaged. Whether it may write that down is asked elsewhere.
+            self._bury(who)
+        elif isinstance(outcome, RestoreResult) and self.known:
+            raise Violation("G11: a run that could not be read for a moment starts afresh")
 
     def _was_not_restored(self, outcome: Any, selector: str | int, sound: Kept | None, candidates: list[Kept]) -> None:
         if sound is not None:
@@ -703,6 +712,7 @@ class Life(RuleBasedStateMachine):
         outcome = self._while_noting(step, noted, who, lambda: who.manager.report(step, metrics))
         if outcome is DEAD:
             return
+        who.prunes = who.prunes or (outcome is True and who.manager.number > 0)
         self._note_came(kept, outcome, who, expected=kept is not None)
         self._tidy(who, fault)
 
@@ -722,13 +732,12 @@ class Life(RuleBasedStateMachine):
             return
         if not able and not who.door.fired and not isinstance(outcome, CheckpointNotFoundError):
             raise Violation(f"G11: {tag} of step {step} is not there, and it says {outcome!r}")
+        who.prunes = who.prunes or (outcome is None and who.manager.number > 0)
         if able:
             self._note_came(kept, outcome is None, who, expected=True)
         self._tidy(who, fault)
 
-    def _while_noting(
-        self, step: int, noted: Callable[[Kept], Said], who: Trainer, body: Callable[[], Any]
-    ) -> Any:
+    def _while_noting(self, step: int, noted: Callable[[Kept], Said], who: Trainer, body: Callable[[], Any]) -> Any:
         self.noting = lambda kept: (noted(kept),) if kept.step == step and self._met(who) else ()
         try:
             return self._do(who, body)
@@ -788,15 +797,15 @@ class Life(RuleBasedStateMachine):
             return
         if fault is not None and fault.behind:
             who.door.arm(fault)
-        may = self._may_write(who.door, who.manager.number)
-        goes = self._goes(who) if may else frozenset()
+        may, prunes, who.prunes = self._may_write(who.door, who.manager.number), who.prunes, False
+        goes = self._goes(who) if may and prunes else frozenset()
         self._do(who, who.manager.behind.wait, goes=goes, exact=may)
 
     def _close(self, who: Trainer) -> None:
         may = self._may_write(who.door, who.manager.number)
-        goes = self._goes(who) if may and who.manager.behind.work else frozenset()
+        goes = self._goes(who) if may and who.prunes else frozenset()
         who.door.arm(None)
-        outcome = self._do(who, who.manager.close, goes=goes, exact=may)
+        outcome = self._do(who, who.manager.close, goes=goes, exact=may and who.prunes)
         if isinstance(outcome, HoldfastError):
             raise Violation(f"G6: heard again: {outcome!r}") from outcome
         self.trainers.remove(who)
@@ -849,8 +858,10 @@ class Life(RuleBasedStateMachine):
             other = self._start(elsewhere, POLICIES[self.meetings % len(POLICIES)], links=True, eager=True, fault=None)
             if other is not None:
                 self._restore(other, "latest", None)
-                wanted = [self.former[digest].step for digest in underway.goes if digest in self.former]
-                step = wanted[0] if wanted else (other.head.step + 1 if other.head is not None else 0)
+                again = [self.former[digest].step for digest in underway.goes if digest in self.former]
+                if self._tolerates("who lost the run removes what has the name of what he was to remove"):
+                    again = []
+                step = again[0] if again else (other.head.step + 1 if other.head is not None else 0)
                 self._save(other, step, {"loss": 0.5}, None, None)
             who.process.silent = False
             return
@@ -860,7 +871,10 @@ class Life(RuleBasedStateMachine):
             self._read(kept, elsewhere)
 
     def _met(self, who: Trainer) -> bool:
-        return who.door.fired and who.door.fault is not None and who.door.fault.kind == "meet"
+        return self._fired(who, "meet")
+
+    def _fired(self, who: Trainer, kind: str) -> bool:
+        return who.door.fired and who.door.fault is not None and who.door.fault.kind == kind
 
     def _end(self) -> None:
         for trainer in list(self.trainers):
@@ -929,6 +943,8 @@ class Life(RuleBasedStateMachine):
             outcome = DEAD
         finally:
             self.underway.pop()
+        if not who.process.alive:
+            outcome = DEAD  # what a dead process catches and says does not count
         if underway.late > (1 if underway.met and not underway.fenced else 0):
             self.wrong.append("G13: a writer that lost the run removed a checkpoint")
         died = who.door.fault

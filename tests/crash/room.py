@@ -140,7 +140,7 @@ class Fault(NamedTuple):
     """What happens to a process at its `at`-th operation from now on, counted from 1.
 
     kind: "fail": the operation fails, once. "full": from there on nothing can be written until somebody makes room.
-        "die": the process is killed. "power": so is everything else, and the shelf loses its power. "meet": somebody
+        "blind": the same for one that only looks, counted among those. "die": the process is killed. "power": so is everything else, and the shelf loses its power. "meet": somebody
         else acts in between; for this one, looking counts as an operation too.
     after: the operation was done all the same.
     behind: not in what the process does, but in the housework that it leaves behind.
@@ -310,14 +310,14 @@ class Door:
 
     def _look(self, action: Callable[[], _Result]) -> _Result:
         self._require_life()
-        if self.fault is not None and self.fault.kind == "meet":
-            self._count()
+        if self.fault is not None and self.fault.kind in ("meet", "blind") and self._count():
+            self._fail_if("blind")
         return action()
 
     def _act(self, action: Callable[[], _Result], *, needs_room: bool = False) -> _Result:
         self._require_life()
         fault = self.fault
-        if fault is None:
+        if fault is None or fault.kind == "blind":
             return action()
         here = self._count()
         if (here and fault.kind == "full") or self._full:
@@ -328,10 +328,13 @@ class Door:
             return action()
         if fault.after:
             action()
-        if fault.kind == "fail":
-            raise StorageError("the disk has a bad day [EIO]", errno=errno.EIO, file="shelf")
+        self._fail_if("fail")
         self.process.alive = False
         raise SimulatedCrash(f"{fault}")
+
+    def _fail_if(self, kind: str) -> None:
+        if self.fault is not None and self.fault.kind == kind:
+            raise StorageError("the disk has a bad day [EIO]", errno=errno.EIO, file="shelf")
 
     def _count(self) -> bool:
         """Whether this operation is the one; a meeting is held right before it."""

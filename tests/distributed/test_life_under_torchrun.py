@@ -746,7 +746,6 @@ def what_prune_gives(rank: int, folder: Path) -> Any:
 
 
 @pytest.mark.guarantee("G5")
-@pytest.mark.xfail(strict=True, reason="prune: a follower plans for itself, after the leader has removed everything")
 def test_prune_gives_what_was_decided_on_all_ranks(play: Play) -> None:
     ours, theirs = play("what_prune_gives")
     assert [(decision.step, decision.keep) for decision in ours] == [(3, True), (2, False), (1, False)]
@@ -772,7 +771,6 @@ def arguments_that_are_wrong_on_one_rank(rank: int, folder: Path) -> Any:
 
 
 @pytest.mark.guarantee("G5")
-@pytest.mark.xfail(strict=True, reason="the argument is checked before the ranks agree: one raises, the others wait")
 @pytest.mark.parametrize("name", ["report", "tag", "restore"])
 def test_an_argument_that_is_wrong_on_one_rank_is_the_same_error_on_all(name: str, play: Play) -> None:
     error = the_same_error([of_rank[name] for of_rank in play("arguments_that_are_wrong_on_one_rank")])

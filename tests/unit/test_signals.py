@@ -207,7 +207,6 @@ def test_closed_outside_of_the_main_thread_it_says_so_and_goes_on_watching(caplo
     assert watch.received == {"SIGTERM"}, "the process lives"
 
 
-@pytest.mark.xfail(strict=True, reason="a forked child inherits the handler, which notes the signal and does nothing")
 def test_a_forked_child_is_ended_by_what_ends_a_process() -> None:
     """`Process.terminate` and `Pool.terminate` send SIGTERM, and the latter waits for its workers without end."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -27,6 +27,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     line: tuple[tuple[int, int], ...] = ()
     lease: int = 0
     links: bool = True
+    epoch: int | None = None
 
 
 class Listing(msgspec.Struct, frozen=True):

@@ -98,7 +98,8 @@ class MeshRecord(msgspec.Struct, frozen=True, kw_only=True, order=True):
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """A committed checkpoint. Values that may hold more than JSON can say (`metrics` ... `guards`) are encoded by the
-    codec. `line` are the sequence numbers of all that this one goes back to, also those that are gone, as ranges."""
+    codec. `line` are the sequence numbers of all that this one goes back to, also those that are gone, as ranges.
+    `epoch` is how many epochs were done, where the training said so."""
 
     run_id: str
     folder: str
@@ -120,6 +121,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     tags: tuple[str, ...]
     versions: dict[str, str]
     line: tuple[tuple[Count, Count], ...] = ()
+    epoch: Count | None = None
 
     @property
     def size_bytes(self) -> int:

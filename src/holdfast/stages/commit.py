@@ -31,7 +31,7 @@ def commit(
         run_id=catalog.open_run(),
         folder=facts.folder,
         step=facts.step,
-        sequence=catalog.next_sequence(),
+        sequence=max(catalog.next_sequence(), 1 + max((last for _, last in facts.line), default=0)),
         parent=facts.parent,
         created=datetime.now(UTC).isoformat(timespec="microseconds"),
         world_size=len(receipts),
@@ -48,6 +48,7 @@ def commit(
         tags=facts.tags,
         versions=facts.versions,
         line=facts.line,
+        epoch=facts.epoch,
     )
     require_number(catalog.storage, facts.lease)
     return catalog.add(manifest, same_tensors=same_tensors)

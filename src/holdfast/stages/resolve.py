@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
-from holdfast.catalog import Catalog, Checkpoint, Scan, Skipped
+from holdfast.catalog import Catalog, Checkpoint, Scan, Skipped, set_aside
 from holdfast.errors import CheckpointNotFoundError, HoldfastError, UsageError
 from holdfast.records import layout
 from holdfast.records.selector import Selector, parse_selector
@@ -31,12 +30,10 @@ def candidates(catalog: Catalog, selector: Selector) -> tuple[list[Checkpoint], 
     if not selector.may_fall_back:
         return [catalog.find(selector)], []
     scan = catalog.scan()
+    aside = set_aside(scan)
     sound = [found for found in scan.checkpoints if not found.damage]
-    aside = [
-        Skipped(found.folder, f"was found damaged before: {found.damage}") for found in scan.checkpoints if found.damage
-    ]
     if not sound and (scan.damaged or aside):
-        raise catalog.not_found(selector, replace(scan, checkpoints=(), damaged=(*scan.damaged, *aside)))
+        raise catalog.not_found(selector, scan)
     return sound, [*scan.damaged, *aside, *_newer_attempts(scan)]
 
 

@@ -66,6 +66,7 @@ def test_after_a_rollback_the_abandoned_line_goes_and_the_continued_one_stays() 
     assert kept == [750, 650, 500]
 
 
+@pytest.mark.guarantee("G4")
 def test_a_damaged_one_stays_and_takes_no_place() -> None:
     records = [record(number) for number in range(1, 5)]
     records[3] = record(4, counts=False, shield="damaged, kept aside")
@@ -77,6 +78,7 @@ def test_a_damaged_one_stays_and_takes_no_place() -> None:
     ]
 
 
+@pytest.mark.guarantee("G4")
 def test_when_nothing_counts_nothing_is_deleted() -> None:
     records = [record(number, counts=False, shield="damaged" if number == 2 else "") for number in (1, 2)]
     assert lines(records, KeepLast(1)) == [
@@ -137,6 +139,7 @@ def union(parts: list[KeepPolicy]) -> KeepPolicy:
     return joined
 
 
+@pytest.mark.guarantee("G4")
 @given(records=RECORDS, parts=POLICIES, choices=st.randoms(use_true_random=False))
 @steady
 def test_nothing_that_must_stay_is_ever_deleted(records: list[Record], parts: list[KeepPolicy], choices: Any) -> None:
