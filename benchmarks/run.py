@@ -16,13 +16,15 @@ from pathlib import Path
 import torch
 
 FIRST_QUESTIONS = ("sync_save", "restore")
-ASYNC_QUESTIONS = ("async_save", "lost_time", "memory", "two_ranks", "agreement")
+ASYNC_QUESTIONS = ("async_save", "lost_time", "memory", "two_ranks")
+LIFE_QUESTIONS = ("agreement", "retention", "listing")
 GPU_QUESTIONS = ("gpu_save", "gpu_restore")
 
 
 def main() -> None:
     here = Path(__file__).parent
-    possible = FIRST_QUESTIONS + ASYNC_QUESTIONS + (GPU_QUESTIONS if torch.cuda.is_available() else ())
+    gpu = GPU_QUESTIONS if torch.cuda.is_available() else ()
+    possible = FIRST_QUESTIONS + ASYNC_QUESTIONS + LIFE_QUESTIONS + gpu
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("questions", nargs="*", default=possible, help=f"some of {', '.join(possible)}")
     parser.add_argument("--rounds", type=int, default=7)

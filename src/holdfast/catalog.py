@@ -35,8 +35,9 @@ from holdfast.records.manifest import (
     FORMAT,
     MAX_MANIFEST_BYTES,
     Manifest,
+    ManifestHead,
     check_manifest,
-    decode_manifest,
+    decode_head,
     digest_of,
     encode_abandoned,
     encode_manifest,
@@ -55,62 +56,72 @@ _MAX_RUN_BYTES = 1 << 20
 class Checkpoint:
     """A committed checkpoint. It exists completely, and it never changes."""
 
-    manifest: Manifest = field(repr=False)
+    head: Manifest | ManifestHead = field(repr=False)
     digest: str
     storage: Storage = field(repr=False)
     notes: tuple[Note, ...] = field(repr=False, default=())
 
+    @cached_property
+    def manifest(self) -> Manifest:
+        """The whole commit record. One that makes no sense, though it has its digest, is damage that is found here."""
+        if isinstance(self.head, Manifest):
+            return self.head
+        try:
+            return self.head.opened()
+        except HoldfastError as error:
+            raise error.at(run=self.storage.url, file=layout.key(self.folder, layout.MANIFEST)) from None
+
     @property
     def folder(self) -> str:
-        return self.manifest.folder
+        return self.head.folder
 
     @property
     def step(self) -> int:
-        return self.manifest.step
+        return self.head.step
 
     @property
     def sequence(self) -> int:
         """Grows with every commit of the run: the highest is the latest, whatever its step."""
-        return self.manifest.sequence
+        return self.head.sequence
 
     @property
     def parent(self) -> str | None:
         """The digest of the checkpoint that the training continued from."""
-        return self.manifest.parent
+        return self.head.parent
 
     @property
     def epoch(self) -> int | None:
         """How many epochs were done, where the training said so."""
-        return self.manifest.epoch
+        return self.head.epoch
 
     @cached_property
     def created(self) -> datetime:
-        return datetime.fromisoformat(self.manifest.created)
+        return datetime.fromisoformat(self.head.created)
 
     @cached_property
     def metrics(self) -> Mapping[str, Any]:
         """Those of the save, and those that were reported later."""
-        return self._each_decoded("metrics", {**self.manifest.metrics, **self._noted.metrics})
+        return self._each_decoded("metrics", {**self.head.metrics, **self._noted.metrics})
 
     @cached_property
     def progress(self) -> Mapping[str, Any]:
-        return self._each_decoded("progress", self.manifest.progress)
+        return self._each_decoded("progress", self.head.progress)
 
     @cached_property
     def extra(self) -> Mapping[str, Any]:
-        return self._each_decoded("extra", self.manifest.extra)
+        return self._each_decoded("extra", self.head.extra)
 
     @cached_property
     def config(self) -> Any:
-        return self._decoded("config", self.manifest.config)
+        return self._decoded("config", self.head.config)
 
     @property
     def world_size(self) -> int:
-        return self.manifest.world_size
+        return self.head.world_size
 
     @property
     def size_bytes(self) -> int:
-        return self.manifest.size_bytes
+        return self.head.size_bytes
 
     @property
     def tags(self) -> tuple[str, ...]:
@@ -123,7 +134,7 @@ class Checkpoint:
 
     @cached_property
     def _noted(self) -> Notes:
-        return sum_up(self.notes, self.manifest.tags)
+        return sum_up(self.notes, self.head.tags)
 
     @property
     def path(self) -> str:
@@ -222,7 +233,7 @@ class Catalog:
                 damaged.append(Skipped(entry.name, str(error), isinstance(error, UnsupportedFormatError)))
         present = {checkpoint.digest for checkpoint in checkpoints}
         self._known = {key: found for key, found in list(self._known.items()) if found.digest in present}
-        checkpoints.sort(key=lambda checkpoint: (checkpoint.sequence, checkpoint.manifest.created), reverse=True)
+        checkpoints.sort(key=lambda checkpoint: (checkpoint.sequence, checkpoint.head.created), reverse=True)
         return Scan(tuple(checkpoints), tuple(attempts), tuple(damaged), tuple(closed))
 
     def read(self, folder: str) -> Checkpoint:
@@ -234,14 +245,14 @@ class Catalog:
         if known is not None and known.folder == folder:
             return known
         try:
-            manifest, digest = decode_manifest(data)
+            head, digest = decode_head(data)
         except HoldfastError as error:
             raise error.at(run=self.storage.url, file=layout.key(folder, layout.MANIFEST)) from None
-        if manifest.folder != folder:
+        if head.folder != folder:
             raise CorruptCheckpointError(
-                f"its manifest belongs to {manifest.folder}", file=layout.key(folder, layout.MANIFEST)
+                f"its manifest belongs to {head.folder}", file=layout.key(folder, layout.MANIFEST)
             )
-        checkpoint = self._known[digest_of(data)] = Checkpoint(manifest, digest, self.storage)
+        checkpoint = self._known[digest_of(data)] = Checkpoint(head, digest, self.storage)
         return checkpoint
 
     def find(self, selector: Selector) -> Checkpoint:
@@ -284,7 +295,7 @@ class Catalog:
         """A checkpoint and those it goes back to that are still there, the latest first."""
         by_digest = {checkpoint.digest: checkpoint for checkpoint in scan.checkpoints}
         newest = by_digest.get(digest or "")
-        if newest is not None and newest.manifest.line:
+        if newest is not None and newest.head.line:
             return [found for found in scan.checkpoints if found is newest or goes_back_to(newest, found.sequence)]
         line = []
         while digest is not None and digest in by_digest:
@@ -536,7 +547,7 @@ class Catalog:
 
 def goes_back_to(checkpoint: Checkpoint, sequence: int) -> bool:
     """Whether the training that made a checkpoint had made, or restored, the one with that number on its way."""
-    line = checkpoint.manifest.line
+    line = checkpoint.head.line
     place = bisect_right(line, sequence, key=lambda part: part[0]) - 1
     return place >= 0 and sequence <= line[place][1]
 
@@ -550,8 +561,8 @@ def lengthened(line: tuple[tuple[int, int], ...], sequence: int) -> tuple[tuple[
 
 def line_after(line: Sequence[Checkpoint]) -> tuple[tuple[int, int], ...]:
     """The numbers that whatever continues a line goes back to."""
-    if line and line[0].manifest.line:
-        return lengthened(line[0].manifest.line, line[0].sequence)
+    if line and line[0].head.line:
+        return lengthened(line[0].head.line, line[0].sequence)
     ranges: tuple[tuple[int, int], ...] = ()
     for checkpoint in reversed(line):
         ranges = lengthened(ranges, checkpoint.sequence)

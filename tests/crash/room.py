@@ -139,9 +139,9 @@ def _put(values: dict[str, bytes], key: str, data: bytes | None) -> None:
 class Fault(NamedTuple):
     """What happens to a process at its `at`-th operation from now on, counted from 1.
 
-    kind: "fail": the operation fails, once. "full": from there on nothing can be written until somebody makes room.
-        "blind": the same for one that only looks, counted among those. "die": the process is killed. "power": so is everything else, and the shelf loses its power. "meet": somebody
-        else acts in between; for this one, looking counts as an operation too.
+    kind: "fail": the operation fails, once; "blind": one of those that only look does. "full": from there on nothing
+        can be written until somebody makes room. "die": the process is killed. "power": so is everything else, and the
+        shelf loses its power. "meet": somebody else acts in between; here, looking counts as an operation too.
     after: the operation was done all the same.
     behind: not in what the process does, but in the housework that it leaves behind.
     """

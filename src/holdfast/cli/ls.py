@@ -52,7 +52,7 @@ def ls(
 def metrics_of(checkpoint: Checkpoint) -> dict[str, Json]:
     """The metrics of the save and those that came late, for people. Unlike `Checkpoint.metrics` it fails on nothing."""
     late = sum_up(checkpoint.notes, ()).metrics
-    return {name: plain(value) for name, value in {**checkpoint.manifest.metrics, **late}.items()}
+    return {name: plain(value) for name, value in {**checkpoint.head.metrics, **late}.items()}
 
 
 def _as_json(url: str, scan: Scan, broken: list[Unreadable]) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def _as_json(url: str, scan: Scan, broken: list[Unreadable]) -> dict[str, Any]:
 
 
 def _checkpoint_json(checkpoint: Checkpoint, *, latest: bool) -> dict[str, Any]:
-    manifest = checkpoint.manifest
+    manifest = checkpoint.head
     return {
         "folder": checkpoint.folder,
         "path": checkpoint.path,
@@ -109,7 +109,7 @@ def _print_checkpoints(console: Console, checkpoints: tuple[Checkpoint, ...]) ->
             _mark(found, latest=index == 0),
             cell(found.step, "bold"),
             cell(found.sequence),
-            cell(cut(local_time(found.manifest.created), _NAME_CHARACTERS)),
+            cell(cut(local_time(found.head.created), _NAME_CHARACTERS)),
             cell(size_text(found.size_bytes)),
             cell(found.world_size),
             cell(_metrics(metrics_of(found))),

@@ -96,9 +96,9 @@ class MeshRecord(msgspec.Struct, frozen=True, kw_only=True, order=True):
     dimensions: tuple[str, ...] = ()
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """A committed checkpoint. Values that may hold more than JSON can say (`metrics` ... `guards`) are encoded by the
-    codec. `line` are the sequence numbers of all that this one goes back to, also those that are gone, as ranges.
+class _Body(msgspec.Struct, frozen=True, kw_only=True):
+    """A committed checkpoint, but for its tensors. Values that may hold more than JSON can say (`metrics` ... `guards`)
+    are encoded by the codec. `line` are the sequence numbers of all that this one goes back to, also those that are gone, as ranges.
     `epoch` is how many epochs were done, where the training said so."""
 
     run_id: str
@@ -111,7 +111,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     meshes: tuple[MeshRecord, ...]
     block_bytes: Count
     files: tuple[FileRecord, ...]
-    tensors: tuple[TensorRecord, ...]
     trees: tuple[TreeRecord, ...]
     metrics: dict[str, Any]
     progress: dict[str, Any]
@@ -126,6 +125,29 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def size_bytes(self) -> int:
         return sum(file.size_bytes for file in self.files)
+
+
+class Manifest(_Body, frozen=True, kw_only=True):
+    """A committed checkpoint. `line` are the sequence numbers of all that it goes back to; see `_Body`."""
+
+    tensors: tuple[TensorRecord, ...]
+
+
+class ManifestHead(_Body, frozen=True, kw_only=True):
+    """A manifest whose tensors are still the text that they came as: enough to list a run of thousands."""
+
+    tensors: msgspec.Raw
+
+    def opened(self) -> Manifest:
+        """The whole of it. What is wrong with the tensors is found here."""
+        values = {name: getattr(self, name) for name in self.__struct_fields__ if name != "tensors"}
+        try:
+            tensors = msgspec.json.decode(self.tensors, type=tuple[TensorRecord, ...])
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            raise CorruptCheckpointError(f"it is no manifest: {error}") from None
+        manifest = Manifest(**values, tensors=tensors)
+        check_manifest(manifest)
+        return manifest
 
 
 class _Envelope(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,6 +191,12 @@ def encode_manifest(manifest: Manifest) -> tuple[bytes, str]:
 
 def decode_manifest(data: bytes) -> tuple[Manifest, str]:
     """Check bytes that claim to be a manifest, and give the record and its digest."""
+    head, digest = decode_head(data)
+    return head.opened(), digest
+
+
+def decode_head(data: bytes) -> tuple[ManifestHead, str]:
+    """The same, but the tensors are not looked at yet. That they are what was committed, the digest says."""
     try:
         envelope = msgspec.json.decode(data, type=_Envelope)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
@@ -184,11 +212,11 @@ def decode_manifest(data: bytes) -> tuple[Manifest, str]:
     if digest_of(body) != envelope.digest:
         raise CorruptCheckpointError("its content does not have the digest that it states")
     try:
-        manifest = msgspec.json.decode(body, type=Manifest)
-        check_manifest(manifest)
+        head = msgspec.json.decode(body, type=ManifestHead)
+        _check_body(head)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise CorruptCheckpointError(f"it is no manifest: {error}") from None
-    return manifest, envelope.digest
+    return head, envelope.digest
 
 
 def check_manifest(manifest: Manifest, *, tensors: bool = True) -> None:
@@ -196,6 +224,13 @@ def check_manifest(manifest: Manifest, *, tensors: bool = True) -> None:
 
     Without `tensors` they are taken on trust: by a writer that has checked the very same ones for the save before.
     """
+    files = _check_body(manifest)
+    if tensors:
+        _check_tensors(manifest, files)
+
+
+def _check_body(manifest: _Body) -> dict[str, FileRecord]:
+    """Everything but the tensors; the files by their names."""
     named = layout.parse_folder(manifest.folder)
     if named is None or named.step != manifest.step:
         raise CorruptCheckpointError(f"{manifest.folder[:200]!r} is no name of a checkpoint of step {manifest.step}")
@@ -211,11 +246,10 @@ def check_manifest(manifest: Manifest, *, tensors: bool = True) -> None:
         if file.header_bytes > file.size_bytes:
             raise CorruptCheckpointError(f"{file.name} has a header larger than itself")
     _check_trees(manifest.trees, files)
-    if tensors:
-        _check_tensors(manifest, files)
+    return files
 
 
-def _check_line(manifest: Manifest) -> None:
+def _check_line(manifest: _Body) -> None:
     last = -1
     for first, end in manifest.line:
         if not last < first <= end < manifest.sequence:
