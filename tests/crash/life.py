@@ -385,10 +385,12 @@ def _values(chance: random.Random) -> dict[str, Any]:
 
 
 def _fault(chance: random.Random, most: int) -> Fault | None:
-    kind = chance.choice(("", "", "die", "die", "meet", "meet", "meet", "fail", "power", "full", "blind"))
-    if chance.random() < 0.4:
-        return Fault(kind, chance.randint(1, 16), chance.random() < 0.5, behind=True) if kind else None
-    return Fault(kind, chance.randint(1, most), chance.random() < 0.5) if kind else None
+    kind = chance.choice(("", "die", "meet", "meet", "glance", "fail", "power", "full", "blind"))
+    if not kind:
+        return None
+    behind = chance.random() < 0.4
+    most = 40 if kind in ("glance", "blind") else 10 if behind else most
+    return Fault(kind, chance.randint(1, most), chance.random() < 0.5, behind)
 
 
 _WEIGHTS: dict[Callable[[random.Random], Action], int] = {
@@ -402,7 +404,7 @@ _WEIGHTS: dict[Callable[[random.Random], Action], int] = {
     lambda chance: Read(chance.randrange(8), _host(chance)): 3,
     lambda chance: ReadNoMore(chance.randrange(8), chance.random() < 0.4): 2,
     lambda chance: Leave(_who(chance), chance.choice(("close", "kill", "silence", "speak"))): 3,
-    lambda chance: Damage(chance.randrange(8), chance.random() < 0.5): 1,
+    lambda chance: Damage(chance.choice((0, 0, 0, 1, 2)), chance.random() < 0.5): 2,
     lambda chance: CutPower(chance.randrange(1000)): 1,
 }
 _actions = st.integers(0, (1 << 24) - 1).map(_action)
@@ -874,7 +876,7 @@ class Life(RuleBasedStateMachine):
             self._read(kept, elsewhere)
 
     def _met(self, who: Trainer) -> bool:
-        return self._fired(who, "meet")
+        return self._fired(who, "meet") or self._fired(who, "glance")
 
     def _fired(self, who: Trainer, kind: str) -> bool:
         return who.door.fired and who.door.fault is not None and who.door.fault.kind == kind

@@ -141,7 +141,7 @@ class Fault(NamedTuple):
 
     kind: "fail": the operation fails, once; "blind": one of those that only look does. "full": from there on nothing
         can be written until somebody makes room. "die": the process is killed. "power": so is everything else, and the
-        shelf loses its power. "meet": somebody else acts in between; here, looking counts as an operation too.
+        shelf loses its power. "meet": somebody else acts right before it. "glance": the same, but looking counts too.
     after: the operation was done all the same.
     behind: not in what the process does, but in the housework that it leaves behind.
     """
@@ -310,7 +310,7 @@ class Door:
 
     def _look(self, action: Callable[[], _Result]) -> _Result:
         self._require_life()
-        if self.fault is not None and self.fault.kind in ("meet", "blind") and self._count():
+        if self.fault is not None and self.fault.kind in ("glance", "blind") and self._count():
             self._fail_if("blind")
         return action()
 
@@ -324,7 +324,7 @@ class Door:
             self._full = True
             if needs_room:
                 raise StorageError("no space left [ENOSPC]", errno=errno.ENOSPC, file="shelf")
-        if not here or fault.kind in ("full", "meet"):
+        if not here or fault.kind in ("full", "meet", "glance"):
             return action()
         if fault.after:
             action()
@@ -344,7 +344,7 @@ class Door:
         if self._left:
             return False
         self.fired = True
-        if self.fault is not None and self.fault.kind == "meet":
+        if self.fault is not None and self.fault.kind in ("meet", "glance"):
             self.on_meeting()
         return True
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -27,7 +27,22 @@ from holdfast.records import layout
 from holdfast.stages import commit, retain
 from holdfast.testing import MemoryStorage, SimulatedCrash
 from holdfast.testing.storages import _Wrapper
-from tests.crash.life import Life, Manager, Part, Violation, _action
+from tests.crash.life import (
+    Action,
+    CutPower,
+    Damage,
+    Keep,
+    Leave,
+    Life,
+    Manager,
+    Part,
+    Prune,
+    Save,
+    SaveBadly,
+    Start,
+    Violation,
+    _action,
+)
 from tests.crash.room import Door, Fault, Room
 
 SHARDS = 4
@@ -259,9 +274,63 @@ def test_what_could_not_be_read_once_is_not_damaged_for_ever() -> None:
 
 
 def noticed(*guarantees: str) -> None:
+    """Sooner or later, when all kinds of things happen."""
     with pytest.raises(Violation) as caught:
         play(PATIENCE, 7, shrink=False)
     assert any(guarantee in str(caught.value) for guarantee in guarantees), caught.value
+
+
+def noticed_in(scenes: Iterable[Sequence[Action]], *guarantees: str) -> None:
+    """When exactly this happens. Without what was taken out, nothing is noticed: see `test_in_these_scenes...`."""
+    with pytest.raises(Violation) as caught:
+        act_out(scenes)
+    assert any(guarantee in str(caught.value) for guarantee in guarantees), caught.value
+
+
+def act_out(scenes: Iterable[Sequence[Action]]) -> None:
+    for scene in scenes:
+        machine = Life()
+        for action in scene:
+            machine.act(action=action)
+        machine.teardown()
+
+
+def start(*keep: Keep, restores: bool = False) -> Start:
+    return Start("here", keep or None, True, False, restores, None)
+
+
+def saves(*losses: float) -> list[Action]:
+    return [Save(0, 0, {"loss": loss}, False) for loss in losses]
+
+
+def badly(kind: str, at: int, *, after: bool = False, behind: bool = False) -> SaveBadly:
+    return SaveBadly(0, -1, {}, None, Fault(kind, at, after, behind))
+
+
+DIES = Leave(0, "kill")
+LAST = Keep("last", 1)
+SCENES: dict[str, list[list[Action]]] = {
+    "who has not restored prunes by tags alone": [
+        [start(Keep("tagged")), *saves(1, 1), DIES, start(Keep("tagged")), Prune(0, True, None)]
+    ],
+    "the best one is damaged": [
+        [start(), *saves(0.5, 0.25), DIES, Damage(0, False), start(Keep("best"), restores=True), *saves(1, 1)]
+    ],
+    "somebody comes to read what is about to go": [[start(LAST), *saves(1), badly("meet", 1, behind=True)]],
+    "the power is cut while something goes": [
+        [start(LAST), *saves(1), badly("die", at, behind=True), CutPower(seed)]
+        for seed in range(9)
+        for at in range(1, 9)
+    ],
+    "somebody takes over in the middle of a save": [
+        [start(LAST), *saves(1), badly("meet", at, after=True), *saves(1)] for at in range(1, 20)
+    ],
+}
+
+
+def test_in_these_scenes_all_is_well_as_long_as_nothing_is_taken_out() -> None:
+    for scenes in SCENES.values():
+        act_out(scenes)
 
 
 def blind_to(**fields: Any) -> Callable[..., list[Record]]:
@@ -271,18 +340,22 @@ def blind_to(**fields: Any) -> Callable[..., list[Record]]:
 
 
 @pytest.mark.guarantee("G4")
-@pytest.mark.parametrize(
-    "unseen", [{"tags": ()}, {"shield": ""}, {"counts": True}, {"on_line": True}, {"metrics": {}}], ids=str
-)
+@pytest.mark.parametrize("unseen", [{"tags": ()}, {"shield": ""}, {"on_line": True}, {"metrics": {}}], ids=str)
 def test_retention_that_does_not_see_something_is_noticed(unseen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(housekeeping, "records_of", blind_to(**unseen))
     noticed("G4")
 
 
 @pytest.mark.guarantee("G4")
+def test_retention_that_counts_damaged_ones_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(housekeeping, "records_of", blind_to(counts=True))
+    noticed_in(SCENES["the best one is damaged"], "G4")
+
+
+@pytest.mark.guarantee("G4")
 def test_retention_that_may_remove_the_newest_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retain, "_never_deleted", lambda ordered: {})
-    noticed("G4")
+    noticed_in(SCENES["who has not restored prunes by tags alone"], "G4")
 
 
 @pytest.mark.guarantee("G4")
@@ -300,7 +373,7 @@ def test_a_housekeeper_that_looks_for_readers_only_before_is_noticed(monkeypatch
         self._doomed.pop(folder, None)
 
     monkeypatch.setattr(housekeeping.Housekeeper, "_clear", clear)
-    noticed("is being read")
+    noticed_in(SCENES["somebody comes to read what is about to go"], "is being read")
 
 
 @pytest.mark.guarantee("G1")
@@ -328,13 +401,13 @@ def test_without_the_sync_of_the_folder_a_power_cut_is_noticed(method: str, monk
             monkeypatch.setattr(Door, "sync", sync)
 
     monkeypatch.setattr(Catalog, method, forgetful)
-    noticed("G1", "cannot be read")
+    noticed_in(SCENES["the power is cut while something goes"], "G1")
 
 
 @pytest.mark.guarantee("G13")
 def test_a_commit_that_does_not_look_at_the_number_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commit, "require_number", lambda storage, number: None)
-    noticed("G13")
+    noticed_in(SCENES["somebody takes over in the middle of a save"], "G13")
 
 
 @pytest.mark.guarantee("G13")
@@ -401,7 +474,7 @@ def test_numbers_that_do_not_grow_and_lines_that_are_wrong_are_noticed(
 @pytest.mark.guarantee("G3")
 def test_damage_that_nobody_writes_down_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(housekeeping.Housekeeper, "set_aside", lambda self, damaged: None)
-    noticed("nobody wrote it down", "G4")
+    noticed_in(SCENES["the best one is damaged"], "nobody wrote it down", "G4")
 
 
 def test_notes_that_are_lost_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

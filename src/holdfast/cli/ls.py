@@ -8,12 +8,13 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from holdfast.catalog import Checkpoint, Scan
+from holdfast.catalog import Checkpoint, Scan, choose
 from holdfast.cli.output import cell, count_text, cut, print_json, size_text, stdout, table
 from holdfast.cli.sources import Unreadable, exit_code_of, local_time, open_run, scan_run, unreadable
 from holdfast.records.codec import Json, plain
 from holdfast.records.layout import folder_name
 from holdfast.records.notes import sum_up
+from holdfast.records.selector import Selector
 
 _SHOWN_METRICS = 4
 _NAME_CHARACTERS = 40
@@ -56,9 +57,10 @@ def metrics_of(checkpoint: Checkpoint) -> dict[str, Json]:
 
 
 def _as_json(url: str, scan: Scan, broken: list[Unreadable]) -> dict[str, Any]:
+    latest = choose(scan, Selector("latest"))
     return {
         "run": url,
-        "checkpoints": [_checkpoint_json(found, latest=index == 0) for index, found in enumerate(scan.checkpoints)],
+        "checkpoints": [_checkpoint_json(found, latest=found is latest) for found in scan.checkpoints],
         "attempts": list(scan.attempts),
         "damaged": [{"folder": one.folder, "reason": one.reason} for one in broken if not one.newer],
         "unsupported": [{"folder": one.folder, "reason": one.reason} for one in broken if one.newer],
@@ -100,13 +102,14 @@ def _print(url: str, scan: Scan, broken: list[Unreadable]) -> None:
 
 
 def _print_checkpoints(console: Console, checkpoints: tuple[Checkpoint, ...]) -> None:
+    latest = next((found for found in checkpoints if not found.damage), None)
     # A folder's name says no more than the step, unless it was not the first attempt at it.
     named = any(found.folder != folder_name(found.step) for found in checkpoints)
     columns = ["", "step", "sequence", "created", "size", "ranks", "metrics", "tags", *(["folder"] if named else [])]
     rows = table(*columns, right=("step", "sequence", "size", "ranks"))
-    for index, found in enumerate(checkpoints):
+    for found in checkpoints:
         rows.add_row(
-            _mark(found, latest=index == 0),
+            _mark(found, latest=found is latest),
             cell(found.step, "bold"),
             cell(found.sequence),
             cell(cut(local_time(found.head.created), _NAME_CHARACTERS)),

@@ -98,8 +98,8 @@ class MeshRecord(msgspec.Struct, frozen=True, kw_only=True, order=True):
 
 class _Body(msgspec.Struct, frozen=True, kw_only=True):
     """A committed checkpoint, but for its tensors. Values that may hold more than JSON can say (`metrics` ... `guards`)
-    are encoded by the codec. `line` are the sequence numbers of all that this one goes back to, also those that are gone, as ranges.
-    `epoch` is how many epochs were done, where the training said so."""
+    are encoded by the codec. `line` are the sequence numbers of all that this one goes back to, also those that are
+    gone, as ranges. `epoch` is how many epochs were done, where the training said so."""
 
     run_id: str
     folder: str

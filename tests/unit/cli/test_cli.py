@@ -538,7 +538,8 @@ def test_a_hostile_manifest_cannot_forge_a_line_of_an_error(run: Path) -> None:
     for words in (("ls", run), ("show", run / "step-000000030"), ("show", f"{run}@30"), ("verify", run, "--all")):
         result = call(*words)
         printed = result.stdout + result.stderr
-        assert result.exit_code == 1
+        # `ls` does not look at the tensors, which have the digest that the manifest states.
+        assert result.exit_code == (0 if words[0] == "ls" else 1)
         assert all(letter.isprintable() or letter == "\n" for letter in printed)
         assert not re.search(r"^\s*sound: 9", printed, re.MULTILINE)
 

@@ -442,13 +442,15 @@ def test_ls_and_show_mark_what_a_restore_found_damaged(run: Path) -> None:
     result = call("ls", run)
     assert result.exit_code == 0
     rows = result.stdout.splitlines()
-    assert re.match(r"\*! +50 ", rows[1])
-    assert re.match(r" +40 ", rows[2])
+    assert re.match(r" ?! +50 ", rows[1])
+    assert re.match(r"\* +40 ", rows[2])
     assert f"! found damaged: step-000000050: {damage}" in rows
     assert [one["damage"] for one in call_json("ls", run)["checkpoints"]] == [damage, None, None, None, None]
-    assert call_json("show", run)["damage"] == damage
-    assert f"damage      {damage}" in [line.rstrip() for line in call("show", run).stdout.splitlines()]
-    assert call("verify", run).exit_code == 1
+    meant = f"{run}@50"
+    assert call_json("show", meant)["damage"] == damage
+    assert f"damage      {damage}" in [line.rstrip() for line in call("show", meant).stdout.splitlines()]
+    assert call("verify", meant).exit_code == 1
+    assert call_json("show", run)["step"] == 40
 
 
 def test_prune_keeps_what_a_restore_found_damaged_aside(run: Path) -> None:

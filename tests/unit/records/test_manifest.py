@@ -246,7 +246,7 @@ ODD = (
 def test_an_odd_value_at_any_place_is_refused_or_means_no_harm() -> None:
     body = json.loads(msgspec.json.encode(small()))
     free = {"run_id", "metrics", "progress", "extra", "config", "guards", "tags", "versions", "meshes"}
-    free |= {"sequence", "world_size", "parent"}
+    free |= {"sequence", "world_size", "parent", "epoch"}
     # What a reader finds out by itself: another file, name, kind or type than the one that is there.
     found_out = {"name", "component", "size_bytes", "digest", "kind", "scope", "sharded", "type"}
     for path in places(body)[1:]:
