@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from holdfast.arena import Arena
+from holdfast.catalog import Checkpoint
 from holdfast.errors import HoldfastError, RankError, SaveFailedError, error_from_record, error_record
 from holdfast.ranks import Ranks
 from holdfast.records.events import Event, EventKind
@@ -55,6 +56,7 @@ class PendingSave:
         self.written_bytes: Callable[[], int] = lambda: 0
         self.error: HoldfastError | None = None
         self.heard = False
+        self.checkpoint: Checkpoint | None = None
         self.phases: dict[str, float] = {}
         self.started = time.monotonic()
         self.seconds = 0.0

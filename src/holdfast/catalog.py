@@ -206,23 +206,13 @@ class Catalog:
 
     def scan(self) -> Scan:
         """Look at every folder of the run. Foreign names are passed over."""
-        return self._scan({})
-
-    def glance(self) -> Scan:
-        """The same for whoever tidies: what this catalog has read before counts as it was then, as long as it is there.
-        A committed checkpoint never changes."""
-        return self._scan({found.folder: found for found in list(self._known.values())})
-
-    def _scan(self, known: Mapping[str, Checkpoint]) -> Scan:
         checkpoints, attempts, damaged, closed = [], [], [], []
         notes = self._notes()
         for entry in self.storage.entries(""):
             if not entry.is_folder or layout.parse_folder(entry.name) is None:
                 continue
             try:
-                found = known.get(entry.name)
-                checkpoint = found if found and self._is_committed(entry.name) else self.read(entry.name)
-                checkpoints.append(_annotated(checkpoint, notes))
+                checkpoints.append(_annotated(self.read(entry.name), notes))
             except AttemptClosedError:
                 closed.append(entry.name)
                 attempts.append(entry.name)
@@ -291,6 +281,12 @@ class Catalog:
             advice = self._what_is_there_instead()
         return CheckpointNotFoundError(f"'{selector}' finds no checkpoint", run=self.storage.url, advice=advice)
 
+    def lineage_of(self, checkpoint: Checkpoint) -> list[Checkpoint]:
+        """The line that a checkpoint ends. One that says itself what it goes back to is enough for that."""
+        if checkpoint.head.line or checkpoint.parent is None:
+            return [checkpoint]
+        return self.lineage(checkpoint.digest, self.scan()) or [checkpoint]
+
     def lineage(self, digest: str | None, scan: Scan) -> list[Checkpoint]:
         """A checkpoint and those it goes back to that are still there, the latest first."""
         by_digest = {checkpoint.digest: checkpoint for checkpoint in scan.checkpoints}
@@ -319,8 +315,9 @@ class Catalog:
             try:
                 # A committed checkpoint never changes, so one that was read before counts as it was then.
                 highest = max(highest, (known.get(name) or self.read(name)).sequence)
-            except HoldfastError:
-                # An attempt, or damage, which is for readers to report.
+            except (KeyMissingError, CorruptCheckpointError, UnsupportedFormatError):
+                # An attempt, or damage, which is for readers to report. What only cannot be read now is an error: its
+                # number must not be given a second time.
                 continue
         return highest + 1
 

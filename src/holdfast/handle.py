@@ -35,7 +35,7 @@ class SaveHandle:
         """The committed checkpoint, as soon as it is; raises what failed."""
         saved = self._pending.result()
         if self._checkpoint is None:
-            self._checkpoint = self._catalog.read(saved.folder)
+            self._checkpoint = self._pending.checkpoint or self._catalog.read(saved.folder)
         return self._checkpoint
 
     def __repr__(self) -> str:

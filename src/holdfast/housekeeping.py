@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -25,7 +26,9 @@ from holdfast.policies import KeepPolicy, Record
 from holdfast.records import layout
 from holdfast.records.events import Event
 from holdfast.records.linknames import LinkTemplate
+from holdfast.records.notes import Note
 from holdfast.stages.retain import Decision, retain
+from holdfast.stages.verify import verify
 
 logger = logging.getLogger("holdfast")
 
@@ -60,8 +63,10 @@ class Housekeeper:
         self._tell = tell
         self._readers = Readers(catalog.storage)
         self._backstage = Backstage()
-        self._doomed: dict[str, int] = {}
+        self._doomed: dict[str, str] = {}
+        self._durable: set[str] = set()
         self._damaged: dict[Checkpoint, str] = {}
+        self._suspected: dict[Checkpoint, str] = {}
         self._lock = threading.Lock()
         self._said_unknown = False
         weakref.finalize(self, self._backstage.stop)
@@ -78,6 +83,11 @@ class Housekeeper:
         """Have it written down, when this process next tidies, that these were found to be damaged: nobody shall count
         on them, and nobody remove them before somebody has looked at them."""
         self._damaged.update(damaged)
+
+    def suspect(self, damaged: Mapping[Checkpoint, str]) -> None:
+        """The same, of what was found to be so once: it is looked at again first. What could not be read for a moment
+        is not damaged."""
+        self._suspected.update(damaged)
 
     def wait(self) -> None:
         """Return when everything that was asked for is done."""
@@ -100,7 +110,7 @@ class Housekeeper:
         self._may_write()
         self._note_damage()
         self._readers.sweep()
-        self._collect(self._catalog.glance())
+        self._collect(self._catalog.scan())
         for folder in list(self._doomed):
             self._clear(folder)
 
@@ -109,14 +119,25 @@ class Housekeeper:
         self.clear_debris()
         while True:
             said = self._catalog.note_names()
-            scan = self._catalog.glance()
+            scan = self._catalog.scan()
             plan = self._plan(scan)
             gone = {decision.folder for decision in plan if not decision.keep}
+            kept = [found for found in scan.checkpoints if found.folder not in gone]
             # The links first: none may lead to what is about to go.
-            self._point([found for found in scan.checkpoints if found.folder not in gone])
+            self._point(kept)
             going = [found for found in reversed(scan.checkpoints) if found.folder in gone]
+            if going:
+                self._make_durable(kept)
             if all(self._remove(checkpoint, said) for checkpoint in going):
                 return plan
+
+    def _make_durable(self, kept: Sequence[Checkpoint]) -> None:
+        """What stays must be there after a power cut before anything else goes: whoever committed it may have been
+        killed between the manifest and its sync."""
+        for checkpoint in kept:
+            if checkpoint.digest not in self._durable:
+                self._catalog.storage.sync(checkpoint.folder)
+                self._durable.add(checkpoint.digest)
 
     def note(self, checkpoint: Checkpoint, **said: Any) -> None:
         """Write something down about a checkpoint, but not while one is being removed."""
@@ -135,6 +156,12 @@ class Housekeeper:
             logger.exception("the run could not be tidied up; it will be after the next save")
 
     def _note_damage(self) -> None:
+        while self._suspected:
+            checkpoint, damage = next(iter(self._suspected.items()))
+            # By one thread: the training goes on beside it.
+            if not verify(checkpoint, threads=1).ok:
+                self._damaged[checkpoint] = damage
+            del self._suspected[checkpoint]
         while self._damaged:
             checkpoint, damage = next(iter(self._damaged.items()))
             self._catalog.note(checkpoint, damage=damage)
@@ -146,8 +173,18 @@ class Housekeeper:
         if self._keep is None:
             return [Decision(found.folder, found.step, True, ("everything is kept",)) for found in scan.checkpoints]
         self._warn_of_unknown_metrics(scan)
+        scan = replace(scan, checkpoints=tuple(self._as_found(found) for found in scan.checkpoints))
         records = records_of(scan, self._catalog, reading=self._readers.folders(), in_use=self._in_use())
         return retain(records, self._keep)
+
+    def _as_found(self, checkpoint: Checkpoint) -> Checkpoint:
+        """With the damage that is not written down yet."""
+        damage = self._damaged.get(checkpoint, self._suspected.get(checkpoint))
+        if damage is None:
+            return checkpoint
+        return replace(
+            checkpoint, notes=(*checkpoint.notes, Note(checkpoint=checkpoint.digest, created="", damage=damage))
+        )
 
     def _warn_of_unknown_metrics(self, scan: Scan) -> None:
         """Once: a metric that no checkpoint has may be one that is reported late, or one that is spelled wrong."""
@@ -173,10 +210,10 @@ class Housekeeper:
         with self._lock:
             if self._catalog.note_names() != said and not self._only_fewer(said):
                 return False
-            if checkpoint.folder in self._readers.folders():
+            if checkpoint.folder in self._readers.folders() or checkpoint.digest in self._in_use():
                 return True
+            self._doomed[checkpoint.folder] = self._claim_of(checkpoint.folder)
             self._catalog.uncommit(checkpoint.folder)
-        self._doomed[checkpoint.folder] = checkpoint.step
         self._clear(checkpoint.folder)
         logger.info("removed step %d (%s)", checkpoint.step, checkpoint.folder)
         self._tell(
@@ -197,9 +234,16 @@ class Housekeeper:
 
     def _clear(self, folder: str) -> None:
         """The bytes of what is no checkpoint any more; later, if somebody came to read it just before."""
-        if folder not in self._readers.folders():
+        if self._claim_of(folder) != self._doomed[folder]:
+            del self._doomed[folder]  # it is gone, and another attempt has its name
+        elif folder not in self._readers.folders():
+            # Again, because the first time may have failed; without it nothing may be removed.
+            self._catalog.uncommit(folder)
             self._catalog.remove(folder)
-            self._doomed.pop(folder, None)
+            del self._doomed[folder]
+
+    def _claim_of(self, folder: str) -> str:
+        return str(self._catalog.attempt_record(folder).get("claim", ""))
 
     def _collect(self, scan: Scan) -> None:
         """Clear away attempts that were closed, and so can never be committed. The word that says so stays as long as
@@ -264,7 +308,10 @@ class Housekeeper:
             logger.warning("the links could not be moved: %s", error)
 
     def _unpoint_all_but(self, folders: set[str]) -> None:
+        """Remove every link that would lead to a checkpoint that is not there any more."""
         storage: Any = self._catalog.storage
+        if not hasattr(storage, "unpoint"):
+            return
         try:
             for name, target in storage.links().items():
                 if layout.parse_folder(target) is not None and target not in folders:

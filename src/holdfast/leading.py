@@ -19,7 +19,7 @@ import torch
 
 from holdfast._version import __version__
 from holdfast.background import Saved
-from holdfast.catalog import Catalog, lengthened, line_after
+from holdfast.catalog import Catalog
 from holdfast.errors import KeyMissingError, StorageError
 from holdfast.lease import Lease
 from holdfast.records import layout
@@ -46,6 +46,7 @@ class SaveRequest:
     components: Mapping[str, Any]
     pipeline_stage: int | None = None
     parent: str | None = None
+    line: Sequence[tuple[int, int]] = ()
     metrics: Mapping[str, Json] = field(default_factory=dict)
     progress: Mapping[str, Json] = field(default_factory=dict)
     extra: Mapping[str, Json] = field(default_factory=dict)
@@ -85,7 +86,6 @@ class Leader:
         self._line: dict[int, str] | None = None
         self._line_head: str | None = None
         self._attempts: dict[int, int] | None = None
-        self._ranges: tuple[tuple[int, int], ...] = ()
         self._lease: Lease | None = None
         self.listing = Listing((), ())
 
@@ -97,6 +97,9 @@ class Leader:
         """Whether there is anything to do, and whether the plan of the last save holds."""
         if all(brief.unheard for brief in briefs):
             return SavePlan(unheard=True)
+        if self._lease is not None:
+            # First of all: what is committed now may be another writer's.
+            self._lease.require()
         folder = self._committed_at(request)
         if folder is not None:
             return SavePlan(folder, committed=True)
@@ -137,7 +140,7 @@ class Leader:
             config=request.config,
             guards={**request.guards, **frozen_guards(self._frozen)},
             tags=tuple(request.tags),
-            line=self._ranges,
+            line=tuple(request.line),
             lease=self.lease,
             links=request.links,
             epoch=request.epoch,
@@ -148,7 +151,6 @@ class Leader:
         if self._line is not None:
             self._line[step] = saved.folder
             self._line_head = saved.digest
-            self._ranges = lengthened(self._ranges, saved.sequence)
 
     @property
     def lease(self) -> int:
@@ -240,7 +242,6 @@ class Leader:
         if self._line is None or self._line_head != request.parent:
             found = self._catalog.lineage(request.parent, self._catalog.scan())
             self._line = {checkpoint.step: checkpoint.folder for checkpoint in reversed(found)}
-            self._ranges = line_after(found)
             self._line_head = request.parent
         folder = self._line.get(request.step)
         if folder is None:

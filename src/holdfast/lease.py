@@ -96,6 +96,8 @@ class Lease:
             except KeyExistsError:
                 continue  # somebody was faster; look again who it is
             storage.sync(layout.LEASE)
+            if _highest(storage.entries(layout.LEASE)) != highest + 1:
+                continue  # others came, and went, since this one looked
             _forget_older(storage, highest, entries)
             heart = Heart.of_lease(storage, highest + 1, timeout_seconds)
             heart.start()
@@ -137,7 +139,8 @@ def require_number(storage: Storage, number: int) -> None:
 def _require_free(
     storage: Storage, number: int, entries: Sequence[Entry], mine: _Claim, clock: Clock, from_this_process: bool
 ) -> None:
-    """Return when the holder of a number does not hold it any more; raise when he does."""
+    """Return when the holder of a number does not hold it any more; raise when he does, or when somebody else took it
+    over while this one watched."""
     names = {entry.name for entry in entries}
     if f"{_name(number)}{_RELEASED}" in names:
         return
@@ -155,6 +158,10 @@ def _require_free(
         alive = _beats(storage, number, claim, clock)
     if alive:
         raise _in_use(storage, number, claim)
+    highest = _highest(storage.entries(layout.LEASE))
+    faster = _read_claim(storage, highest) if highest != number else None
+    if faster is not None:
+        raise _in_use(storage, highest, faster)
 
 
 def _beats(storage: Storage, number: int, claim: _Claim, clock: Clock) -> bool:
@@ -170,7 +177,9 @@ def _beats(storage: Storage, number: int, claim: _Claim, clock: Clock) -> bool:
         entries = storage.entries(layout.LEASE)
         if f"{_name(number)}{_RELEASED}" in {entry.name for entry in entries}:
             return False
-        if _last_beat(entries, _name(number)) != first or _highest(entries) != number:
+        if _highest(entries) != number:
+            return False
+        if _last_beat(entries, _name(number)) != first:
             return True
     return False
 

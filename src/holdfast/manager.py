@@ -357,7 +357,7 @@ class CheckpointManager:
 
     def _set_aside(self, damaged: Mapping[Checkpoint, str]) -> None:
         """Have it written down, by whoever writes to the run: a mere reader leaves it as it is."""
-        self._housekeeper.set_aside(damaged)
+        self._housekeeper.suspect(damaged)
         if damaged and self._saver.lease:
             self._housekeeper.clear_behind()
 
@@ -423,7 +423,7 @@ class CheckpointManager:
         return self._note(step, metrics=metrics)
 
     def _note(self, step: int, **said: Any) -> bool:
-        found = choose(self._catalog.glance(), Selector("step", step=step))
+        found = choose(self._catalog.scan(), Selector("step", step=step))
         if found is None:
             logger.warning("there is no checkpoint of step %d any more to add metrics to", step)
             return False
@@ -590,7 +590,7 @@ class CheckpointManager:
             return RestoreResult(resumed=False, **parts)
         self._pace.note_start(checkpoint.epoch)
         if own_run:
-            self._saver.head = checkpoint.digest
+            self._saver.continue_from(checkpoint)
         if self._ranks.rank == 0:
             logger.info("resumed from step %d (%s)", checkpoint.step, checkpoint.path)
         return RestoreResult(

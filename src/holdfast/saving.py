@@ -27,7 +27,7 @@ import torch
 
 from holdfast.arena import Arena
 from holdfast.background import Backstage, Behind, HandedOver, PendingSave, Saved, as_save_error
-from holdfast.catalog import Catalog
+from holdfast.catalog import Catalog, Checkpoint, lengthened, line_after
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.leading import Leader, SaveRequest
 from holdfast.memory import collector_paused
@@ -87,6 +87,7 @@ class Saver:
     ) -> None:
         self.events: deque[Event] = deque(maxlen=_REMEMBERED_EVENTS)
         self.head: str | None = None
+        self._line: tuple[tuple[int, int], ...] = ()
         self.on_commit: Callable[[], None] = lambda: None
         self._catalog = catalog
         self._ranks = ranks
@@ -159,6 +160,10 @@ class Saver:
         with Progress(label, total, shown=self._ranks.rank == 0) as progress:
             while not pending.wait(_LOOK_SECONDS):
                 progress.set(min(pending.written_bytes(), total))
+
+    def continue_from(self, checkpoint: Checkpoint) -> None:
+        """What is saved from now on goes back to this one."""
+        self.head, self._line = checkpoint.digest, line_after(self._catalog.lineage_of(checkpoint))
 
     @property
     def pending(self) -> PendingSave | None:
@@ -268,7 +273,7 @@ class Saver:
             try:
                 wanted = request()
                 if wanted.parent is None:
-                    wanted = replace(wanted, parent=self.head)
+                    wanted = replace(wanted, parent=self.head, line=self._line)
                 captured = self._capturer.capture(
                     wanted.components, rank=ranks.rank, size=ranks.size, pipeline_stage=wanted.pipeline_stage
                 )
@@ -497,8 +502,13 @@ class Saver:
             self._leader.forget()
 
     def _note_commit(self, pending: PendingSave, saved: Saved) -> None:
+        if not saved.skipped:
+            self._line = lengthened(self._line, saved.sequence)
         self.head = saved.digest
         self._leader.note_commit(pending.step, saved)
+        # Now, while it is the newest, which nobody removes.
+        with contextlib.suppress(HoldfastError):
+            pending.checkpoint = self._catalog.read(saved.folder)
         path = f"{self._catalog.storage.url}/{saved.folder}"
         if self._ranks.rank == 0:
             logger.info(

@@ -112,6 +112,7 @@ class Kept:
     sequence: int
     line: frozenset[int]
     mark: int
+    parent: Kept | None
     files: tuple[str, ...]
     metrics: dict[str, Any]
     said: Said
@@ -345,29 +346,29 @@ def _save(chance: random.Random) -> Action:
 def _save_badly(chance: random.Random) -> Action:
     back = chance.choice((-1, -1, -1, 0, 1, 2, 3))
     tag = chance.choice((None, None, *TAGS))
-    return SaveBadly(_who(chance), back, _values(chance), tag, _fault(chance, 26))
+    return SaveBadly(_who(chance), back, _values(chance), tag, _fault(chance, 16))
 
 
 def _restore(chance: random.Random) -> Action:
     what = chance.choice(("latest", "latest", "step", "step", "step", "tag", "missing"))
-    return Restore(_who(chance), what, chance.randrange(8), _fault(chance, 16))
+    return Restore(_who(chance), what, chance.randrange(8), _fault(chance, 6))
 
 
 def _report(chance: random.Random) -> Action:
-    return Report(_who(chance), chance.randrange(8), _values(chance) or {"loss": 0.5}, _fault(chance, 16))
+    return Report(_who(chance), chance.randrange(8), _values(chance) or {"loss": 0.5}, _fault(chance, 6))
 
 
 def _tag(chance: random.Random) -> Action:
-    return Tag(_who(chance), chance.randrange(8), chance.choice(TAGS), chance.random() < 0.4, _fault(chance, 16))
+    return Tag(_who(chance), chance.randrange(8), chance.choice(TAGS), chance.random() < 0.4, _fault(chance, 6))
 
 
 def _prune(chance: random.Random) -> Action:
-    return Prune(_who(chance), chance.random() < 0.5, _fault(chance, 24))
+    return Prune(_who(chance), chance.random() < 0.5, _fault(chance, 10))
 
 
 def _start(chance: random.Random) -> Action:
     eager, restores, links = chance.random() < 0.4, chance.random() < 0.7, chance.random() < 0.8
-    return Start(_host(chance), chance.choice(POLICIES), links, eager, restores, _fault(chance, 8))
+    return Start(_host(chance), chance.choice(POLICIES), links, eager, restores, _fault(chance, 6))
 
 
 def _host(chance: random.Random) -> str:
@@ -385,7 +386,7 @@ def _values(chance: random.Random) -> dict[str, Any]:
 
 
 def _fault(chance: random.Random, most: int) -> Fault | None:
-    kind = chance.choice(("", "die", "meet", "meet", "glance", "fail", "power", "full", "blind"))
+    kind = chance.choice(("", "die", "meet", "meet", "glance", "fail", "power", "power", "full", "full", "blind"))
     if not kind:
         return None
     behind = chance.random() < 0.4
@@ -604,7 +605,7 @@ class Life(RuleBasedStateMachine):
             self._was_saved(who, outcome, planned, there, fired=fired, may=may)
         elif self._was_saved_before_it_failed(who, planned):
             who.head, who.prunes = planned.became, True
-        elif not fired and (may or there or not isinstance(outcome, RunInUseError)):
+        elif not fired and (may or not isinstance(outcome, RunInUseError)):
             raise Violation(f"G6: a save failed for no reason: {outcome!r}") from outcome
         elif self._met(who) and not _is_fencing(outcome) and not (there and isinstance(outcome, KeyMissingError)):
             raise Violation(f"G13: a writer that lost the run is told {outcome!r}") from outcome
@@ -897,7 +898,7 @@ class Life(RuleBasedStateMachine):
         self._restore(who, "latest", None)
         self._save(who, 1000, {}, None, None)
         self._prune(who, None)
-        self._is_in_order()
+        self._is_in_order(who)
         self._close(who)
 
     def _restore_folder(self, who: Trainer, kept: Kept) -> None:
@@ -906,10 +907,11 @@ class Life(RuleBasedStateMachine):
         if not isinstance(result, RestoreResult) or not who.part.is_of(kept.mark):
             raise Violation(f"G1: {kept} cannot be restored as it was saved: {result!r}")
 
-    def _is_in_order(self) -> None:
+    def _is_in_order(self, who: Trainer) -> None:
         """Nothing is left of what nobody needs, but the word on attempts whose writers may still live."""
+        needed = {kept.folder for kept in self.known.values()} | self._being_read(who)
         for entry in self.room.shelf.entries(""):
-            if not entry.is_folder or entry.name in {kept.folder for kept in self.known.values()}:
+            if not entry.is_folder or entry.name in needed:
                 continue
             names = {inner.name for inner in self.room.shelf.entries(entry.name)}
             if entry.name.startswith("step-") and not names <= {"attempt.json", "manifest.json"}:
@@ -953,7 +955,7 @@ class Life(RuleBasedStateMachine):
         died = who.door.fault
         if outcome is DEAD:
             self._bury(who)
-        exact = exact and outcome is not DEAD and who.door.fired == before
+        exact = exact and outcome is not DEAD and who.door.fired == before and not who.door.is_full
         self._compare(adds, goes, exact=exact)
         self.underway.pop()
         if exact and (unsaid := [kept for kept in who.aside if kept in self.known.values() and not kept.said.damaged]):
@@ -1008,6 +1010,7 @@ class Life(RuleBasedStateMachine):
             manifest["sequence"],
             line,
             adds.mark,
+            adds.parent,
             tuple(file["name"] for file in manifest["files"]),
             dict(adds.metrics),
             Said.of(adds.tags, adds.metrics, False),
@@ -1080,7 +1083,8 @@ class Life(RuleBasedStateMachine):
         if who.keep is None or not sound:
             return frozenset()
         newest = max(sound, key=lambda kept: kept.sequence)
-        line = [kept for kept in sound if kept is newest or kept.sequence in newest.line]
+        numbers = self._line_of(newest)
+        line = [kept for kept in sound if kept.sequence in numbers]
         chosen = {newest.digest}
         for keep in who.keep:
             chosen |= {kept.digest for kept in _chosen(keep, sound, line)}
@@ -1093,6 +1097,14 @@ class Life(RuleBasedStateMachine):
             and kept.folder not in read
             and (who.head is None or kept.digest != who.head.digest)
         )
+
+    def _line_of(self, newest: Kept) -> set[int]:
+        """The numbers of what a checkpoint goes back to, and its own. One that does not know goes by its parents."""
+        numbers, parent = {newest.sequence, *newest.line}, newest.parent
+        while not newest.line and parent is not None and parent.digest in self.known:
+            numbers.add(parent.sequence)
+            parent = parent.parent
+        return numbers
 
     def _being_read(self, who: Trainer) -> set[str]:
         """What somebody reads, as far as one can see: who died elsewhere may have died or not."""

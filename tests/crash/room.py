@@ -229,10 +229,10 @@ class Door:
         self.on_meeting: Callable[[], None] = lambda: None
         self.on_change: Callable[[str, str, bytes | None], None] = lambda what, key, data: None
         self._left = 0
-        self._full = False
+        self.is_full = False
 
     def arm(self, fault: Fault | None) -> None:
-        self.fault, self.fired, self._full = fault, False, False
+        self.fault, self.fired, self.is_full = fault, False, False
         self._left = fault.at if fault else 0
 
     def put(self, key: str, data: bytes) -> None:
@@ -320,8 +320,8 @@ class Door:
         if fault is None or fault.kind == "blind":
             return action()
         here = self._count()
-        if (here and fault.kind == "full") or self._full:
-            self._full = True
+        if (here and fault.kind == "full") or self.is_full:
+            self.is_full = True
             if needs_room:
                 raise StorageError("no space left [ENOSPC]", errno=errno.ENOSPC, file="shelf")
         if not here or fault.kind in ("full", "meet", "glance"):

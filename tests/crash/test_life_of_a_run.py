@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -28,6 +29,7 @@ from holdfast.stages import commit, retain
 from holdfast.testing import MemoryStorage, SimulatedCrash
 from holdfast.testing.storages import _Wrapper
 from tests.crash.life import (
+    DEAD,
     Action,
     CutPower,
     Damage,
@@ -126,7 +128,6 @@ def steps(storage: Any) -> list[int]:
 
 @pytest.mark.guarantee("G1")
 @pytest.mark.guarantee("G4")
-@pytest.mark.xfail(reason="what is doomed is known by its name, and the name is used again", strict=True)
 def test_a_checkpoint_does_not_go_for_another_that_had_its_name() -> None:
     storage = Failing(MemoryStorage())
     trainer = manager(storage, keep=holdfast.KeepLast(1))
@@ -163,7 +164,6 @@ def test_who_lost_the_run_removes_nothing_that_the_next_writer_made() -> None:
 
 
 @pytest.mark.guarantee("G1")
-@pytest.mark.xfail(reason="retention counts on a manifest whose name nobody has synced", strict=True)
 def test_what_a_killed_process_had_not_made_durable_does_not_cost_what_was() -> None:
     room = Room()
     door = Door(room, room.process("here"))
@@ -187,7 +187,6 @@ def test_what_a_killed_process_had_not_made_durable_does_not_cost_what_was() -> 
 
 
 @pytest.mark.guarantee("G4")
-@pytest.mark.xfail(reason="the line is looked up among what is there when the next one is saved", strict=True)
 @pytest.mark.parametrize("why", ["the parent was removed since", "the parent cannot be read for a moment"])
 def test_a_checkpoint_knows_its_line_though_its_parent_is_not_to_be_seen(why: str) -> None:
     storage = Failing(MemoryStorage())
@@ -210,7 +209,6 @@ def test_a_checkpoint_knows_its_line_though_its_parent_is_not_to_be_seen(why: st
 
 
 @pytest.mark.guarantee("G6")
-@pytest.mark.xfail(reason="`wait` reads the manifest again, and takes its absence for a failure", strict=True)
 def test_to_wait_for_a_save_that_was_removed_since_is_no_error() -> None:
     trainer = manager(MemoryStorage(), keep=holdfast.KeepLast(1))
     handle = trainer.save(1)
@@ -218,7 +216,6 @@ def test_to_wait_for_a_save_that_was_removed_since_is_no_error() -> None:
     assert handle.wait().step == 1
 
 
-@pytest.mark.xfail(reason="names are used again, and `glance` takes what has a name for what had it", strict=True)
 def test_a_report_is_of_the_checkpoint_that_has_the_name_now() -> None:
     storage = MemoryStorage()
     save(manager(storage), 1)
@@ -230,9 +227,6 @@ def test_a_report_is_of_the_checkpoint_that_has_the_name_now() -> None:
 
 
 @pytest.mark.guarantee("G13")
-@pytest.mark.xfail(
-    reason="whether a step is committed is asked before whose run it is, and by the name alone", strict=True
-)
 def test_who_lost_the_run_is_not_told_that_the_next_writers_checkpoint_is_his() -> None:
     storage = MemoryStorage()
     first = manager(storage, keep=holdfast.KeepLast(1))
@@ -243,7 +237,6 @@ def test_who_lost_the_run_is_not_told_that_the_next_writers_checkpoint_is_his() 
         first.save(1)
 
 
-@pytest.mark.xfail(reason="a manifest that cannot be read for a moment is passed over by `next_sequence`", strict=True)
 def test_a_number_is_never_given_twice() -> None:
     storage = Failing(MemoryStorage())
     save(manager(storage), 1, 2)
@@ -257,7 +250,6 @@ def test_a_number_is_never_given_twice() -> None:
 
 
 @pytest.mark.guarantee("G3")
-@pytest.mark.xfail(reason="what could not be read for a moment is written down as damaged, for good", strict=True)
 def test_what_could_not_be_read_once_is_not_damaged_for_ever() -> None:
     storage = Failing(MemoryStorage())
     save(manager(storage), 1, 2)
@@ -316,7 +308,9 @@ SCENES: dict[str, list[list[Action]]] = {
     "the best one is damaged": [
         [start(), *saves(0.5, 0.25), DIES, Damage(0, False), start(Keep("best"), restores=True), *saves(1, 1)]
     ],
-    "somebody comes to read what is about to go": [[start(LAST), *saves(1), badly("meet", 1, behind=True)]],
+    "somebody comes to read what is about to go": [
+        [start(LAST), *saves(1), badly("meet", at, behind=True)] for at in range(1, 6)
+    ],
     "the power is cut while something goes": [
         [start(LAST), *saves(1), badly("die", at, behind=True), CutPower(seed)]
         for seed in range(9)
@@ -473,7 +467,7 @@ def test_numbers_that_do_not_grow_and_lines_that_are_wrong_are_noticed(
 
 @pytest.mark.guarantee("G3")
 def test_damage_that_nobody_writes_down_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(housekeeping.Housekeeper, "set_aside", lambda self, damaged: None)
+    monkeypatch.setattr(housekeeping.Housekeeper, "suspect", lambda self, damaged: None)
     noticed_in(SCENES["the best one is damaged"], "nobody wrote it down", "G4")
 
 
@@ -488,6 +482,40 @@ def test_notes_that_are_lost_are_noticed(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_debris_that_stays_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(housekeeping.Housekeeper, "_collect", lambda self, scan: None)
     noticed("is left with")
+
+
+class Counting(Life):
+    """Counts how things ended, and what they met."""
+
+    ends: Counter[str] = Counter()
+
+    def _do(self, who: Any, body: Any, **more: Any) -> Any:
+        outcome = super()._do(who, body, **more)
+        self.ends["DEAD" if outcome is DEAD else type(outcome).__name__] += 1
+        if who.door.fired and who.door.fault is not None:
+            self.ends[who.door.fault.kind] += 1
+        return outcome
+
+    def _compare(self, *args: Any, **more: Any) -> None:
+        before = len(self.known)
+        super()._compare(*args, **more)
+        self.ends["removed"] += max(before - len(self.known), 0)
+        self.ends["fenced"] += any(0 < trainer.manager.number < self.settled for trainer in self.trainers)
+        self.ends["being read"] += bool(self.readers)
+        self.ends["damaged"] += any(kept.said.damaged for kept in self.known.values())
+
+
+def test_in_a_hundred_sequences_all_kinds_of_things_happen() -> None:
+    Counting.ends.clear()
+    for number in range(100):
+        machine, chance = Counting(), random.Random(number)
+        for _turn in range(STEPS):
+            machine.act(action=_action(chance.getrandbits(24)))
+        machine.teardown()
+    wanted = {"Checkpoint", "RestoreResult", "RunInUseError", "StorageError", "CheckpointNotFoundError", "DEAD"}
+    wanted |= {"CorruptCheckpointError", "die", "fail", "full", "blind", "power", "meet", "glance"}
+    wanted |= {"removed", "fenced", "being read", "damaged"}
+    assert {name for name in wanted if Counting.ends[name] < 6} == set(), Counting.ends
 
 
 def test_the_same_numbers_play_the_same_game() -> None:

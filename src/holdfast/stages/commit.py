@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 import msgspec
 
 from holdfast.catalog import Catalog, Checkpoint
-from holdfast.errors import SaveFailedError
+from holdfast.errors import KeyExistsError, SaveFailedError
 from holdfast.lease import require_number
 from holdfast.records.facts import Facts, Listing
 from holdfast.records.manifest import BLOCK_BYTES, ChunkRecord, Manifest
@@ -51,4 +51,9 @@ def commit(
         epoch=facts.epoch,
     )
     require_number(catalog.storage, facts.lease)
-    return catalog.add(manifest, same_tensors=same_tensors)
+    try:
+        return catalog.add(manifest, same_tensors=same_tensors)
+    except KeyExistsError:
+        # Whoever took the run over in between has given this attempt up.
+        require_number(catalog.storage, facts.lease)
+        raise

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from blake3 import blake3
 
@@ -26,17 +27,23 @@ Found = list[Problem]
 Check = Callable[[], tuple[Found, int]]
 
 
-def verify(checkpoint: Checkpoint, depth: Depth = "full", *, on_bytes: Callable[[int], None] | None = None) -> Report:
+def verify(
+    checkpoint: Checkpoint,
+    depth: Depth = "full",
+    *,
+    on_bytes: Callable[[int], None] | None = None,
+    threads: int = 8,
+) -> Report:
     """Check every file: that it is there and has its size, and, at full depth, each of its bytes.
 
-    `on_bytes` is told how many more bytes were checked, from any thread.
+    `on_bytes` is told how many more bytes were checked, from any thread. `threads` is how many there are at most.
     """
     if depth not in ("full", "quick"):
         raise UsageError(f"depth={depth!r}", advice="use 'full' or 'quick'")
     problems: list[Problem] = []
     checked = 0
     leaves = _leaves_by_file(checkpoint.manifest.tensors)
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="holdfast-verify") as pool:
+    with _workers(min(threads, os.cpu_count() or 1)) as pool:
         for file in checkpoint.manifest.files:
             try:
                 with checkpoint.storage.open(checkpoint.key(file.name)) as source:
@@ -50,13 +57,29 @@ def verify(checkpoint: Checkpoint, depth: Depth = "full", *, on_bytes: Callable[
     return Report(checkpoint.path, checkpoint.step, depth, tuple(problems), checked)
 
 
+class _Alone:
+    """The calling thread in the place of others."""
+
+    def map(self, work: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+        return map(work, items)
+
+
+@contextmanager
+def _workers(count: int) -> Iterator[ThreadPoolExecutor | _Alone]:
+    if count == 1:
+        yield _Alone()
+        return
+    with ThreadPoolExecutor(count, thread_name_prefix="holdfast-verify") as pool:
+        yield pool
+
+
 def _check_file(
     file: FileRecord,
     leaves: list[tuple[TensorRecord, ChunkRecord]],
     checkpoint: Checkpoint,
     source: Source,
     depth: Depth,
-    pool: ThreadPoolExecutor,
+    pool: ThreadPoolExecutor | _Alone,
     on_bytes: Callable[[int], None] | None,
 ) -> tuple[Found, int]:
     if source.size_bytes != file.size_bytes:
