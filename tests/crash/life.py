@@ -871,7 +871,9 @@ class Life(RuleBasedStateMachine):
                 self._save(other, step, {"loss": 0.5}, None, None)
             who.process.silent = False
             return
-        wanted = [self.known[digest] for digest in sorted(underway.goes) if digest in self.known]
+        wanted = [self.known[digest] for digest in underway.goes if digest in self.known]
+        # By number: digests are others in every run.
+        wanted.sort(key=lambda kept: kept.sequence)
         kept = wanted[0] if wanted else self._nth(self.meetings)
         if kept is not None:
             self._read(kept, elsewhere)
