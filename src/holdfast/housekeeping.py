@@ -64,6 +64,8 @@ class Housekeeper:
         self._readers = Readers(catalog.storage)
         self._backstage = Backstage()
         self._doomed: dict[str, str] = {}
+        self._cleared = False
+        self._waiting = threading.Event()
         self._durable: set[str] = set()
         self._damaged: dict[Checkpoint, str] = {}
         self._suspected: dict[Checkpoint, str] = {}
@@ -72,8 +74,18 @@ class Housekeeper:
         weakref.finalize(self, self._backstage.stop)
 
     def tidy_behind(self) -> None:
-        """Tidy in the background. What fails is logged, and tried again after the next save."""
-        self._backstage.do(lambda: self._try(self.tidy))
+        """Tidy in the background, if there is anything that tidying would change. What fails is logged, and tried again
+        after the next save."""
+        if self._keep is None and not isinstance(self._links, LinkTemplate) and self._cleared and not self._suspected:
+            return
+        # One that waits for its turn will see what happened until then.
+        if not self._waiting.is_set():
+            self._waiting.set()
+            self._backstage.do(lambda: self._try(self._take_turn))
+
+    def _take_turn(self) -> None:
+        self._waiting.clear()
+        self.tidy()
 
     def do_behind(self, work: Callable[[], object]) -> None:
         """Do something of the caller's in the same thread, in its turn."""
@@ -113,6 +125,7 @@ class Housekeeper:
         self._collect(self._catalog.scan())
         for folder in list(self._doomed):
             self._clear(folder)
+        self._cleared = True
 
     def tidy(self) -> list[Decision]:
         """Move the links, remove what is not kept, clear away debris."""

@@ -123,6 +123,11 @@ class Kept:
     or_else: tuple[Said, ...] = ()
     checked: tuple[bytes, ...] = ()
 
+    def expect(self, noted: Callable[[Said], Said]) -> None:
+        """A note is on its way. Of those before it that are not durable, a power cut may keep any."""
+        states = dict.fromkeys((*self.or_else, self.said))
+        self.or_else = (*dict.fromkeys((*states, *map(noted, states))), noted(self.said))
+
     def __repr__(self) -> str:
         return f"{self.folder} (number {self.sequence})"
 
@@ -417,13 +422,7 @@ class Life(RuleBasedStateMachine):
     `tolerated`: what is known to be wrong, each with a test of its own that says so; the game goes on in spite of it.
     """
 
-    tolerated = frozenset(
-        {
-            "names are used again",
-            "an orphan's line is lost",
-            "a save that cannot be looked at afterwards is said to have failed",
-        }
-    )
+    tolerated = frozenset({"who lost the run removes by name", "an orphan does not know which steps its line has"})
 
     def __init__(self) -> None:
         super().__init__()
@@ -583,12 +582,10 @@ class Life(RuleBasedStateMachine):
         *,
         lazy: bool = False,
     ) -> None:
-        while self._tolerates("names are used again") and any(old.step == step for old in self.former.values()):
-            step += 1
         self.marks += 1
         who.part.become(self.marks)
         there = [kept for kept in self.known.values() if kept.step == step and kept.sequence in who.line]
-        orphan = self._is_orphan(who.head) and self._tolerates("an orphan's line is lost")
+        orphan = self._is_orphan(who.head) and self._tolerates("an orphan does not know which steps its line has")
         may, tags = self._may_write(who.door, who.manager.number), () if tag is None else (tag,)
         planned = Planned(step, self.marks, metrics, tags, who.head, who.line)
         who.door.arm(_now(fault))
@@ -603,8 +600,6 @@ class Life(RuleBasedStateMachine):
             return
         if isinstance(outcome, Checkpoint):
             self._was_saved(who, outcome, planned, there, fired=fired, may=may)
-        elif self._was_saved_before_it_failed(who, planned):
-            who.head, who.prunes = planned.became, True
         elif not fired and (may or not isinstance(outcome, RunInUseError)):
             raise Violation(f"G6: a save failed for no reason: {outcome!r}") from outcome
         elif self._met(who) and not _is_fencing(outcome) and not (there and isinstance(outcome, KeyMissingError)):
@@ -622,21 +617,12 @@ class Life(RuleBasedStateMachine):
         if kept is planned.became:
             kept.firm = who.prunes = True
             who.head = kept
-        elif (there and kept in there) or (self._had_that_name(kept, who) and self._tolerates("names are used again")):
+        elif there and kept in there:
             return
         elif not fired:
             raise Violation(f"G1: step {planned.step} is said to be {kept}")
         if not may and not fired:
             raise Violation("G13: two writers")
-
-    def _was_saved_before_it_failed(self, who: Trainer, planned: Planned) -> bool:
-        """It was committed, and what failed was to look at it afterwards."""
-        kept = planned.became
-        continued = kept is not None and who.manager.head == kept.digest
-        return continued and self._tolerates("a save that cannot be looked at afterwards is said to have failed")
-
-    def _had_that_name(self, kept: Kept, who: Trainer) -> bool:
-        return any(old.folder == kept.folder and old.sequence in who.line for old in self.former.values())
 
     def _is_heard_once(self, who: Trainer) -> None:
         try:
@@ -706,11 +692,12 @@ class Life(RuleBasedStateMachine):
     def _report(self, who: Trainer, step: int, metrics: dict[str, Any], fault: Fault | None) -> None:
         kept = next((kept for kept in self._newest_first() if kept.step == step), None)
 
-        def noted(kept: Kept) -> Said:
-            return Said.of(kept.said.tags, {**kept.metrics, **metrics}, kept.said.damaged)
+        def noted(said: Said) -> Said:
+            texts = {**dict(said.metrics), **{name: repr(value) for name, value in metrics.items()}}
+            return said._replace(metrics=tuple(sorted(texts.items())))
 
         if kept is not None:
-            kept.or_else = (kept.said, noted(kept))
+            kept.expect(noted)
         who.door.arm(_now(fault))
         outcome = self._while_noting(step, noted, who, lambda: who.manager.report(step, metrics))
         if outcome is DEAD:
@@ -723,11 +710,11 @@ class Life(RuleBasedStateMachine):
         kept = next((kept for kept in self._newest_first() if kept.step == step), None)
         able = kept is not None and (not off or tag in kept.said.tags)
 
-        def noted(kept: Kept) -> Said:
-            return kept.said._replace(tags=kept.said.tags - {tag} if off else kept.said.tags | {tag})
+        def noted(said: Said) -> Said:
+            return said._replace(tags=said.tags - {tag} if off else said.tags | {tag})
 
         if kept is not None and able:
-            kept.or_else = (kept.said, noted(kept))
+            kept.expect(noted)
         who.door.arm(_now(fault))
         change = who.manager.untag if off else who.manager.tag
         outcome = self._while_noting(step, noted, who, lambda: change(step, tag))
@@ -740,8 +727,8 @@ class Life(RuleBasedStateMachine):
             self._note_came(kept, outcome is None, who, expected=True)
         self._tidy(who, fault)
 
-    def _while_noting(self, step: int, noted: Callable[[Kept], Said], who: Trainer, body: Callable[[], Any]) -> Any:
-        self.noting = lambda kept: (noted(kept),) if kept.step == step and self._met(who) else ()
+    def _while_noting(self, step: int, noted: Callable[[Said], Said], who: Trainer, body: Callable[[], Any]) -> Any:
+        self.noting = lambda kept: (noted(kept.said),) if kept.step == step and self._met(who) else ()
         try:
             return self._do(who, body)
         finally:
@@ -752,9 +739,6 @@ class Life(RuleBasedStateMachine):
             return
         if outcome is not expected:
             raise Violation(f"G11: of {kept} it says {outcome!r}")
-        reused = kept is not None and any(old.folder == kept.folder for old in self.former.values())
-        if reused and self._tolerates("names are used again"):
-            return
         if kept is not None and kept.or_else and kept.said[:2] != kept.or_else[-1][:2]:
             raise Violation(f"a note on {kept} is lost: {kept.said}, not {kept.or_else[-1]}")
         for other in self.known.values():
@@ -865,7 +849,7 @@ class Life(RuleBasedStateMachine):
             if other is not None:
                 self._restore(other, "latest", None)
                 again = [self.former[digest].step for digest in underway.goes if digest in self.former]
-                if self._tolerates("names are used again"):
+                if self._tolerates("who lost the run removes by name"):
                     again = []
                 step = again[0] if again else (other.head.step + 1 if other.head is not None else 0)
                 self._save(other, step, {"loss": 0.5}, None, None)
@@ -1001,9 +985,7 @@ class Life(RuleBasedStateMachine):
         parent = adds.parent.digest if adds.parent is not None else None
         if (manifest["step"], manifest["parent"]) != (adds.step, parent):
             raise Violation(f"{folder} is of step {manifest['step']}, after {manifest['parent']}")
-        blind = bool(self.underway) and self._fired(self.underway[-1].who, "blind")
-        lost = self._is_orphan(adds.parent) or blind
-        if line != adds.line and not (lost and self._tolerates("an orphan's line is lost")):
+        if line != adds.line:
             raise Violation(f"{folder} goes back to {sorted(line)}, and it came from {sorted(adds.line)}")
         adds.became = self.known[digest] = Kept(
             digest,

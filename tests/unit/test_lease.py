@@ -465,7 +465,7 @@ def test_at_whatever_operation_a_writer_is_overtaken_it_commits_before_or_not_at
 def test_a_writer_that_is_overtaken_right_before_the_manifest_finds_its_name_taken() -> None:
     inner = MemoryStorage()
     storage = Meeting(inner, "put step-000000001/manifest.json", lambda: take_over(inner))
-    with pytest.raises(KeyExistsError):
+    with pytest.raises(RunInUseError):
         save(Saver(Catalog(storage), Alone(), mode="sync"), 1)
     scan = Catalog(inner).scan()
     assert (scan.checkpoints, scan.closed) == ((), ("step-000000001",))
