@@ -856,9 +856,9 @@ class Life(RuleBasedStateMachine):
             if other is not None:
                 self._restore(other, "latest", None)
                 again = [self.former[digest].step for digest in underway.goes if digest in self.former]
-                if self._tolerates("who lost the run removes by name"):
-                    again = []
                 step = again[0] if again else (other.head.step + 1 if other.head is not None else 0)
+                if self._tolerates("who lost the run removes by name"):
+                    step = 1 + max((kept.step for kept in (*self.known.values(), *self.former.values())), default=-1)
                 self._save(other, step, {"loss": 0.5}, None, None)
             who.process.silent = False
             return
