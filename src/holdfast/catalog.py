@@ -544,7 +544,11 @@ class Catalog:
 
 def goes_back_to(checkpoint: Checkpoint, sequence: int) -> bool:
     """Whether the training that made a checkpoint had made, or restored, the one with that number on its way."""
-    line = checkpoint.head.line
+    return lies_on(checkpoint.head.line, sequence)
+
+
+def lies_on(line: Sequence[tuple[int, int]], sequence: int) -> bool:
+    """Whether a number is one of a line's."""
     place = bisect_right(line, sequence, key=lambda part: part[0]) - 1
     return place >= 0 and sequence <= line[place][1]
 

@@ -19,7 +19,7 @@ import torch
 
 from holdfast._version import __version__
 from holdfast.background import Saved
-from holdfast.catalog import Catalog
+from holdfast.catalog import Catalog, lies_on
 from holdfast.errors import KeyMissingError, StorageError
 from holdfast.lease import Lease
 from holdfast.records import layout
@@ -240,7 +240,10 @@ class Leader:
     def _committed_at(self, request: SaveRequest) -> str | None:
         """The folder in which this line of the run has that step. The line is read once, and then kept in mind."""
         if self._line is None or self._line_head != request.parent:
-            found = self._catalog.lineage(request.parent, self._catalog.scan())
+            scan = self._catalog.scan()
+            # Whoever took the run over meanwhile may have removed the head of the line; what it goes back to is known.
+            known = [checkpoint for checkpoint in scan.checkpoints if lies_on(request.line, checkpoint.sequence)]
+            found = self._catalog.lineage(request.parent, scan) or known
             self._line = {checkpoint.step: checkpoint.folder for checkpoint in reversed(found)}
             self._line_head = request.parent
         folder = self._line.get(request.step)

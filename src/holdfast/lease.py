@@ -95,7 +95,12 @@ class Lease:
                 storage.put(_key(layout.LEASE, _name(highest + 1), _CLAIM), msgspec.json.encode(claim) + b"\n")
             except KeyExistsError:
                 continue  # somebody was faster; look again who it is
-            storage.sync(layout.LEASE)
+            try:
+                storage.sync(layout.LEASE)
+            except BaseException:
+                # Nobody would ever release it, and nobody else could have it while this process lives.
+                _release(storage, highest + 1)
+                raise
             if _highest(storage.entries(layout.LEASE)) != highest + 1:
                 continue  # others came, and went, since this one looked
             _forget_older(storage, highest, entries)
@@ -113,12 +118,16 @@ class Lease:
         if not self._held or self._owner != os.getpid():
             return
         self._held = False
-        try:
-            self._storage.put(_key(layout.LEASE, _name(self.number), _RELEASED), b"{}\n")
-        except KeyExistsError:
-            pass
-        except StorageError as error:
-            logger.warning("the run could not be released; the next writer will see by itself: %s", error)
+        _release(self._storage, self.number)
+
+
+def _release(storage: Storage, number: int) -> None:
+    try:
+        storage.put(_key(layout.LEASE, _name(number), _RELEASED), b"{}\n")
+    except KeyExistsError:
+        pass
+    except StorageError as error:
+        logger.warning("the run could not be released; the next writer will see by itself: %s", error)
 
 
 def require_number(storage: Storage, number: int) -> None:
@@ -160,7 +169,7 @@ def _require_free(
         raise _in_use(storage, number, claim)
     highest = _highest(storage.entries(layout.LEASE))
     faster = _read_claim(storage, highest) if highest != number else None
-    if faster is not None:
+    if faster is not None and not (faster.holder == mine.holder and from_this_process):
         raise _in_use(storage, highest, faster)
 
 

@@ -262,7 +262,6 @@ def test_what_could_not_be_read_once_is_not_damaged_for_ever() -> None:
     assert [found.damage for found in Catalog(storage).scan().checkpoints] == ["", "", ""]
 
 
-@pytest.mark.xfail(reason="which steps a line has is looked up from its head, and the head is gone", strict=True)
 def test_a_step_that_the_line_has_is_not_written_again_though_its_head_is_gone() -> None:
     storage = MemoryStorage()
     first = manager(storage)

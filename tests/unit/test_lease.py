@@ -247,9 +247,6 @@ def test_a_number_is_given_once_however_late_somebody_comes() -> None:
     assert numbers == [2, 3, 4]
 
 
-@pytest.mark.xfail(
-    reason="lease.acquire: a claim that could not be synced stays, and nobody will release it", strict=True
-)
 def test_who_could_not_become_the_writer_is_in_nobodys_way() -> None:
     inner = MemoryStorage()
 
