@@ -8,6 +8,7 @@ other ranks, and a rank that hears nothing from the leader removes nothing.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,8 @@ from holdfast.records.images import Answer, Commit, Committed, Discard, Discarde
 from holdfast.writer.client import Writer
 
 __all__ = ["Backstage", "Behind", "PendingSave", "Saved", "as_save_error"]
+
+logger = logging.getLogger("holdfast")
 
 _GIVE_UP_SECONDS = 60.0
 _PULSE_SECONDS = 0.5
@@ -216,11 +219,19 @@ class Behind:
             if saved.error is not None:
                 raise error_from_record(saved.error)
         except BaseException as error:
-            self._on_end(None)
+            self._conclude(None)
             pending.fail(as_save_error(error, pending.step))
         else:
-            self._on_end(saved)
+            self._conclude(saved)
             pending.succeed(saved)
+
+    def _conclude(self, saved: Saved | None) -> None:
+        """What follows on a save changes nothing about its outcome, and somebody waits for that."""
+        try:
+            self._on_end(saved)
+        except BaseException:
+            outcome = "failed" if saved is None else "is committed"
+            logger.exception("step %d %s; what follows on that went wrong", self._pending.step, outcome)
 
     def _agree(self) -> Saved:
         label = f"commit of step {self._pending.step}"

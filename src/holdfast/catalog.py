@@ -45,6 +45,7 @@ from holdfast.records.manifest import (
 )
 from holdfast.records.notes import Note, Notes, decode_note, encode_note, note_key, parse_note_name, sum_up
 from holdfast.records.selector import Selector
+from holdfast.records.wire import from_json
 from holdfast.storage.base import Storage
 
 logger = logging.getLogger("holdfast")
@@ -380,7 +381,7 @@ class Catalog:
         """Who began an attempt, as he said it; empty where nothing can be read."""
         try:
             data = self.storage.read(layout.key(folder, layout.ATTEMPT), _MAX_RUN_BYTES)
-            return msgspec.json.decode(data, type=dict[str, Any])
+            return from_json(data, dict[str, Any])
         except (HoldfastError, msgspec.MsgspecError):
             return {}
 
@@ -519,7 +520,7 @@ class Catalog:
 
     def _read_run(self) -> str | None:
         try:
-            record = msgspec.json.decode(self.storage.read(layout.RUN_KEY, _MAX_RUN_BYTES), type=_RunRecord)
+            record = from_json(self.storage.read(layout.RUN_KEY, _MAX_RUN_BYTES), _RunRecord)
         except KeyMissingError:
             return None
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:

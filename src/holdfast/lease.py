@@ -29,6 +29,7 @@ import msgspec
 from holdfast.errors import HoldfastError, KeyExistsError, KeyMissingError, RunInUseError, StorageError
 from holdfast.identity import Identity, is_alive, this_process
 from holdfast.records import layout
+from holdfast.records.wire import from_json
 from holdfast.storage.base import Entry, Storage
 
 logger = logging.getLogger("holdfast")
@@ -342,9 +343,7 @@ class Readers:
 
     def _lives(self, name: str, beat: int) -> bool:
         try:
-            claim = msgspec.json.decode(
-                self.storage.read(_key(layout.READERS, name, _CLAIM), _MAX_RECORD_BYTES), type=_Claim
-            )
+            claim = from_json(self.storage.read(_key(layout.READERS, name, _CLAIM), _MAX_RECORD_BYTES), _Claim)
         except KeyMissingError:
             return False
         except (StorageError, msgspec.MsgspecError):
@@ -396,7 +395,7 @@ def _read_claim(storage: Storage, number: int) -> _Claim | None:
     """The claim with that number; None when it is gone."""
     try:
         data = storage.read(_key(layout.LEASE, _name(number), _CLAIM), _MAX_RECORD_BYTES)
-        return msgspec.json.decode(data, type=_Claim)
+        return from_json(data, _Claim)
     except KeyMissingError:
         return None
     except msgspec.MsgspecError as error:

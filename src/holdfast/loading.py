@@ -38,6 +38,7 @@ from holdfast.records.selector import Selector
 from holdfast.records.state import FrozenEntry
 from holdfast.records.strategy import LoadStrategy
 from holdfast.records.targets import Fitted, Request
+from holdfast.records.wire import from_json
 from holdfast.shadows import Shadows, room_on
 from holdfast.stages.capture import take_frozen
 from holdfast.stages.match import Place, SavedState, match
@@ -429,7 +430,7 @@ def _unexpected(fits: Sequence[_Fit]) -> list[str]:
 
 def _parse_values(data: bytes, file: str) -> dict[str, Json]:
     try:
-        trees = msgspec.json.decode(data, type=dict[str, dict[str, Any]])["trees"]
+        trees = from_json(data, dict[str, dict[str, Any]])["trees"]
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, KeyError) as error:
         raise CorruptCheckpointError(f"it is no file of values: {error}", file=file) from None
     return trees

@@ -16,6 +16,7 @@ import msgspec
 from holdfast.identity import seconds_since_birth
 from holdfast.policies import Moment, Trigger, Wish, split
 from holdfast.ranks import Ranks
+from holdfast.records.wire import from_msgpack
 from holdfast.signals import SignalWatch
 
 logger = logging.getLogger("holdfast")
@@ -67,7 +68,7 @@ class Pace:
             return mine
         self._pass_signals_on()
         word = self._ranks.leaders_word(lambda: self._word(step, epoch))
-        return _both(mine, msgspec.msgpack.decode(word, type=Wish) if word else _NOTHING)
+        return _both(mine, from_msgpack(word, Wish) if word else _NOTHING)
 
     def note_start(self, epoch: int | None) -> None:
         """A run begins, afresh or again, with so many epochs done, where that is known."""

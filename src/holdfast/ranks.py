@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar, cast
 import msgspec
 
 from holdfast.errors import RankError, UsageError, error_from_record, error_record
+from holdfast.records.wire import from_msgpack
 
 Mine = TypeVar("Mine")
 Choice = TypeVar("Choice")
@@ -198,7 +199,7 @@ class StoreRanks:
             raise cause
         if choice.error is not None:
             raise error_from_record(choice.error) from cause
-        return cast(Choice, msgspec.msgpack.decode(choice.value, type=returns))
+        return cast(Choice, from_msgpack(choice.value, returns))
 
     def branch(self, name: str) -> StoreRanks:
         return StoreRanks(
@@ -232,7 +233,7 @@ class StoreRanks:
 
     def flags(self) -> list[str]:
         found = self._store.get(f"{self._name}/flag")
-        return msgspec.msgpack.decode(found, type=list[str]) if found is not None else []
+        return from_msgpack(found, list[str]) if found is not None else []
 
     def part(self, seconds: float) -> None:
         # The store may end with the leader's process, and a word that nobody fetched would be lost with it.
@@ -259,9 +260,7 @@ class StoreRanks:
         if failure is None:
             # Everybody spoke in this round, so everybody has read the round before it: its keys may go.
             self._sweep()
-            choice, cause = _say(
-                label, lambda: choose([msgspec.msgpack.decode(word.value, type=sends) for word in words])
-            )
+            choice, cause = _say(label, lambda: choose([from_msgpack(word.value, sends) for word in words]))
         if choice.error is not None:
             if_failed()
         self._leftover += self._publish(self._choice_key(), choice)
@@ -313,7 +312,7 @@ class StoreRanks:
         while True:
             found = self._store.get(f"{self._name}/word")
             if found is not None:
-                told, forgotten, said = msgspec.msgpack.decode(found, type=tuple[int, int, list[tuple[int, bytes]]])
+                told, forgotten, said = from_msgpack(found, tuple[int, int, list[tuple[int, bytes]]])
                 if number <= forgotten:
                     raise RankError(
                         f"rank {self.rank} is {told - number} steps behind the leader, too many for it to remember",
@@ -373,7 +372,7 @@ class StoreRanks:
         count = int.from_bytes(first[:4], "little")
         rest = [self._store.get(f"{key}/{index}") or b"" for index in range(1, count)]
         self._leftover += [f"{key}/{index}" for index in range(1, count)] if self.rank == 0 else []
-        return msgspec.msgpack.decode(first[4:] + b"".join(rest), type=_Word)
+        return from_msgpack(first[4:] + b"".join(rest), _Word)
 
     def _sweep(self) -> None:
         for key in self._leftover:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -113,8 +115,16 @@ def run_behind(storages: Sequence[Storage], *, dead: Callable[[], bool] = lambda
         thread.start()
     for thread in threads:
         thread.join(_PATIENCE_SECONDS)
-        assert not thread.is_alive(), "a rank hangs"
+        assert not thread.is_alive(), f"a rank hangs:\n{_where_threads_are()}"
     return witness
+
+
+def _where_threads_are() -> str:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"{names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+    )
 
 
 def _save_behind(saver: Saver, rank: int, witness: Witness) -> None:

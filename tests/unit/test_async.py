@@ -200,6 +200,27 @@ def test_a_failure_is_raised_once_and_the_next_save_works(how: str) -> None:
     )
 
 
+@pytest.mark.guarantee("G6")
+def test_what_goes_wrong_after_the_commit_leaves_nobody_waiting(caplog: pytest.LogCaptureFixture) -> None:
+    class Odd(MemoryStorage):
+        odd = False
+
+        def read(self, key: str, limit_bytes: int) -> bytes:
+            if self.odd and key.endswith("manifest.json") and threading.current_thread().name == "holdfast-save":
+                raise MemoryError("no room to read it")
+            return super().read(key, limit_bytes)
+
+    storage = Odd()
+    with holdfast.CheckpointManager("run", {"h": Holder(torch.ones(10))}, storage=storage, mode="async") as manager:
+        storage.odd = True
+        handle = manager.save(1)
+        wait_for(handle.done)
+        storage.odd = False
+        assert manager.save(2).wait().step == 2
+    assert [found.step for found in holdfast.checkpoints(storage)] == [2, 1]
+    assert "step 1 is committed; what follows on that went wrong" in caplog.text
+
+
 def test_a_failed_save_and_then_an_exception_in_the_block_shows_the_exception(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(MemoryStorage):
         def create(self, key: str, size_bytes: int) -> Any:

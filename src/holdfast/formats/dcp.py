@@ -64,6 +64,7 @@ from holdfast.records.report import Problem
 from holdfast.records.state import Receipt
 from holdfast.records.targets import Request
 from holdfast.records.tensorfile import FramedChunk, frame
+from holdfast.records.wire import from_json
 from holdfast.stages.commit import commit
 from holdfast.stages.read import check_bytes, read
 from holdfast.stages.resolve import Location, resolve
@@ -706,7 +707,7 @@ def _read_values(checkpoint: Checkpoint, name: str, *, checked: bool) -> dict[st
     if checked and blake3(data).hexdigest() != record.digest:
         raise CorruptCheckpointError("the bytes do not have their digest", byte_range=(0, len(data)), **where)
     try:
-        return msgspec.json.decode(data, type=dict[str, dict[str, Any]])["trees"]
+        return from_json(data, dict[str, dict[str, Any]])["trees"]
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, KeyError) as error:
         raise CorruptCheckpointError(f"it is no file of values: {error}", **where) from None
 

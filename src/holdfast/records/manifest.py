@@ -19,6 +19,7 @@ from holdfast.errors import CorruptCheckpointError, HoldfastError, UnsupportedFo
 from holdfast.records import layout
 from holdfast.records.boxes import MAX_DIMENSIONS, Box, cover_exactly
 from holdfast.records.dtypes import element_type
+from holdfast.records.wire import from_json
 
 FORMAT = 1
 BLOCK_BYTES = 1 << 20
@@ -142,7 +143,7 @@ class ManifestHead(_Body, frozen=True, kw_only=True):
         """The whole of it. What is wrong with the tensors is found here."""
         values = {name: getattr(self, name) for name in self.__struct_fields__ if name != "tensors"}
         try:
-            tensors = msgspec.json.decode(self.tensors, type=tuple[TensorRecord, ...])
+            tensors = from_json(self.tensors, tuple[TensorRecord, ...])
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise CorruptCheckpointError(f"it is no manifest: {error}") from None
         manifest = Manifest(**values, tensors=tensors)
@@ -198,7 +199,7 @@ def decode_manifest(data: bytes) -> tuple[Manifest, str]:
 def decode_head(data: bytes) -> tuple[ManifestHead, str]:
     """The same, but the tensors are not looked at yet. That they are what was committed, the digest says."""
     try:
-        envelope = msgspec.json.decode(data, type=_Envelope)
+        envelope = from_json(data, _Envelope)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise CorruptCheckpointError(f"it is no manifest: {error}") from None
     if envelope.holdfast_format > FORMAT:
@@ -212,7 +213,7 @@ def decode_head(data: bytes) -> tuple[ManifestHead, str]:
     if digest_of(body) != envelope.digest:
         raise CorruptCheckpointError("its content does not have the digest that it states")
     try:
-        head = msgspec.json.decode(body, type=ManifestHead)
+        head = from_json(body, ManifestHead)
         _check_body(head)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise CorruptCheckpointError(f"it is no manifest: {error}") from None

@@ -10,6 +10,7 @@ import msgspec
 
 from holdfast.errors import CorruptCheckpointError
 from holdfast.records import layout
+from holdfast.records.wire import from_json
 
 __all__ = ["Note", "NoteName", "decode_note", "encode_note", "note_key", "parse_note_name", "sum_up"]
 
@@ -74,6 +75,6 @@ def encode_note(note: Note) -> bytes:
 
 def decode_note(data: bytes) -> Note:
     try:
-        return msgspec.json.decode(data, type=Note)
+        return from_json(data, Note)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise CorruptCheckpointError(f"it is no note: {error}") from None

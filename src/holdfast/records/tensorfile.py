@@ -16,6 +16,7 @@ import msgspec
 from holdfast.errors import CorruptCheckpointError
 from holdfast.records.boxes import MAX_DIMENSIONS, Box
 from holdfast.records.dtypes import STORED_CODES, ElementType, element_type
+from holdfast.records.wire import from_json
 
 ALIGNMENT = 4096
 SMALL_BYTES = 256 << 10
@@ -118,9 +119,9 @@ def header_length(first_bytes: bytes, file_bytes: int) -> int:
 def parse_header(header: bytes, file_bytes: int) -> dict[str, HeaderEntry]:
     """Every tensor that a header lists. A header that lies about sizes or places is refused."""
     try:
-        raw = msgspec.json.decode(header[8:], type=dict[str, msgspec.Raw])
+        raw = from_json(header[8:], dict[str, msgspec.Raw])
         raw.pop("__metadata__", None)
-        entries = {name: msgspec.json.decode(entry, type=_RawEntry) for name, entry in raw.items()}
+        entries = {name: from_json(entry, _RawEntry) for name, entry in raw.items()}
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise CorruptCheckpointError(f"the header is no safetensors header: {error}") from None
     return {name: _checked(name, entry, len(header), file_bytes) for name, entry in entries.items()}

@@ -16,6 +16,8 @@ from typing import Any
 
 import msgspec
 
+from holdfast.records.wire import json_decoder
+
 __all__ = ["Line"]
 
 _LENGTH = struct.Struct("<Q")
@@ -28,7 +30,7 @@ class Line:
 
     def __init__(self, end: socket.socket, receives: Any) -> None:
         self._socket = end
-        self._decoder = msgspec.json.Decoder(receives)
+        self._decoder = json_decoder(receives)
         self._buffer = bytearray()
         self._handles: list[int] = []
         self._lock = threading.Lock()

@@ -37,6 +37,7 @@ from holdfast.records.images import (
     Written,
 )
 from holdfast.records.state import Receipt
+from holdfast.records.wire import from_json
 from holdfast.stages.commit import commit
 from holdfast.stages.drain import drain
 from holdfast.storage.base import Storage
@@ -267,7 +268,7 @@ class _Writer:
 def _read_receipt(storage: Storage, job: Job, name: str) -> Receipt:
     data = storage.read(layout.key(job.folder, name), _MAX_RECEIPT_BYTES)
     try:
-        signed = msgspec.json.decode(data, type=SignedReceipt)
+        signed = from_json(data, SignedReceipt)
     except msgspec.MsgspecError as error:
         raise SaveFailedError(f"{name} is no receipt: {error}", run=job.run) from None
     if signed.token != job.token:
