@@ -12,11 +12,10 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.distributed.tensor import DTensor
 
 from holdfast.records.codec import Json, encode
 from holdfast.records.state import CapturedTree
-from holdfast.tensors import is_sharded
+from holdfast.tensors import any_sharded, is_sharded
 
 __all__ = ["Remembered", "remember"]
 
@@ -155,7 +154,7 @@ def _encoded(state: Any, tree: CapturedTree, path: tuple[str, ...]) -> Any:
 def _specs(tensors: list[torch.Tensor]) -> list[Any]:
     """All that must be the same about each tensor. In one comprehension: there may be very many."""
     plain = [(type(one), one.dtype, one.shape, one.device, one.layout, one.is_contiguous()) for one in _locals(tensors)]
-    placed = [one._spec for one in tensors if is_sharded(one)] if _any_sharded(tensors) else []
+    placed = [one._spec for one in tensors if is_sharded(one)] if any_sharded(tensors) else []
     return [plain, list(map(type, tensors)), placed]
 
 
@@ -167,13 +166,9 @@ def _sharing(tensors: list[torch.Tensor]) -> list[int]:
 
 
 def _locals(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    if not _any_sharded(tensors):
+    if not any_sharded(tensors):
         return tensors
     return [one._local_tensor if is_sharded(one) else one for one in tensors]
-
-
-def _any_sharded(tensors: list[torch.Tensor]) -> bool:
-    return any(issubclass(kind, DTensor) for kind in set(map(type, tensors)))
 
 
 def _is_plain(state: Any) -> bool:

@@ -24,7 +24,7 @@ from holdfast.records.files import PlainFile
 from holdfast.records.images import Image, PlainImage
 from holdfast.records.tensorfile import SMALL_BYTES
 from holdfast.stages.stage import FileLayout
-from holdfast.tensors import is_host_memory, is_sharded, torch_dtype
+from holdfast.tensors import any_sharded, is_host_memory, is_sharded, torch_dtype
 
 logger = logging.getLogger("holdfast")
 
@@ -236,7 +236,7 @@ class Stager:
         to the arena then are made by streams of our own."""
         on_device = [source for source in sources if source.is_cuda]
         gathered, singles = self._gather(sources)
-        loose = [index for index in singles if _place(sources[index]) not in owned]
+        loose = [index for index in singles if (sources[index].data_ptr(), sources[index].nbytes) not in owned]
         cloned = mode == "async_device" and self._clone(sources, singles)
         if not cloned and not self._clone(sources, loose):
             # No room for clones: the training's own stream makes these copies, and the training waits for them.
@@ -363,12 +363,10 @@ def owned_places(optimizers: Iterable[torch.optim.Optimizer]) -> set[Place]:
         for state in optimizer.state.values():
             if isinstance(state, dict):
                 tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    return {_place(tensor.to_local() if is_sharded(tensor) else tensor) for tensor in tensors}
-
-
-def _place(tensor: torch.Tensor) -> Place:
-    """A tensor's memory. Its beginning alone would take a longer tensor over the same memory for this one."""
-    return tensor.data_ptr(), tensor.nbytes
+    if any_sharded(tensors):
+        tensors = [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]
+    # A tensor's memory. Its beginning alone would take a longer tensor over the same memory for this one.
+    return {(tensor.data_ptr(), tensor.nbytes) for tensor in tensors}
 
 
 def _images(files: Sequence[FileLayout]) -> Iterator[Image]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import TypeGuard
 
@@ -92,6 +92,11 @@ def shares_elements(tensor: torch.Tensor) -> bool:
 def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     """Whether the tensor is one of a mesh, of which this rank may hold only a part."""
     return isinstance(tensor, DTensor)
+
+
+def any_sharded(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether one of very many is, without a question to each."""
+    return any(issubclass(kind, DTensor) for kind in set(map(type, tensors)))
 
 
 def held_piece(tensor: torch.Tensor, *, leaf: str) -> tuple[Box, torch.Tensor]:
