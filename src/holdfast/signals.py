@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Iterable
 from types import FrameType
 from typing import Any
@@ -19,13 +20,13 @@ __all__ = ["SignalWatch"]
 
 class SignalWatch:
     """Notes the signals that come to this process. Handlers that were there before are called, and put back at the
-    end; what a signal does by default, such as to end the process, it does not do meanwhile."""
+    end; what a signal does by default, such as to end the process, it does not do meanwhile. A watch that is dropped
+    without being closed is in nobody's way: the next signal does what it did before."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.received: set[str] = set()
-        self._previous: dict[signal.Signals, Any] = {}
-        self._closed = False
-        self._owner = os.getpid()
+        self.is_closed = False
+        self._handlers: dict[signal.Signals, _Handler] = {}
         wanted = [signal.Signals[name] for name in sorted(names)]
         if wanted and threading.current_thread() is not threading.main_thread():
             raise UsageError(
@@ -33,40 +34,55 @@ class SignalWatch:
                 advice="build the manager there, or leave OnSignal out",
             )
         for number in wanted:
-            self._previous[number] = signal.signal(number, self._note)
+            handler = self._handlers[number] = _Handler(self, signal.getsignal(number))
+            signal.signal(number, handler)
 
     def close(self) -> None:
         """Put the handlers back that were there, unless somebody has put others in their place since."""
-        if self._closed:
+        if self.is_closed:
             return
-        for number, previous in self._previous.items():
+        for number, handler in self._handlers.items():
+            previous = _still_wanted(handler.previous)
             if threading.current_thread() is not threading.main_thread():
                 logger.warning("the handler of %s stays: it can only be put back in the main thread", number.name)
-            elif signal.getsignal(number) == self._note:
-                found = _still_open(number, previous)
-                signal.signal(number, found if found is not None else signal.SIG_DFL)
-        self._closed = True
+            elif signal.getsignal(number) == handler:
+                signal.signal(number, previous)
+        self.is_closed = True
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        previous = self._previous.get(signal.Signals(number))
-        if os.getpid() != self._owner:
-            self._do_as_before(number, previous)
+
+class _Handler:
+    """What is called when a signal comes. It does not keep its watch, which nobody may have any more."""
+
+    def __init__(self, watch: SignalWatch, previous: Any) -> None:
+        self.previous = previous
+        self._watch = weakref.ref(watch)
+        self._owner = os.getpid()
+
+    @property
+    def is_wanted(self) -> bool:
+        watch = self._watch()
+        return watch is not None and not watch.is_closed
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        watch = self._watch()
+        if watch is None or os.getpid() != self._owner:
+            self._do_as_before(number)
             return
         # Nothing else here: the handler may run in the middle of anything, also of a save.
-        self.received.add(signal.Signals(number).name)
+        watch.received.add(signal.Signals(number).name)
         # Python's own handler of SIGINT is only its way to do what the signal does by default.
-        if callable(previous) and previous is not signal.default_int_handler:
-            previous(number, frame)
+        if callable(self.previous) and self.previous is not signal.default_int_handler:
+            self.previous(number, frame)
 
-    def _do_as_before(self, number: int, previous: Any) -> None:
-        """In a forked child, such as a data loader's worker: nobody asks there, and the signal must end it."""
-        signal.signal(number, previous if previous is not None else signal.SIG_DFL)
+    def _do_as_before(self, number: int) -> None:
+        """Nobody asks any more, or, in a forked child, such as a data loader's worker, nobody does there: the signal
+        must end it."""
+        signal.signal(number, _still_wanted(self.previous))
         os.kill(os.getpid(), number)
 
 
-def _still_open(number: signal.Signals, handler: Any) -> Any:
-    """A handler, or, of a watch that was closed while another one covered it, what was there before that one."""
-    watch = getattr(handler, "__self__", None)
-    if isinstance(watch, SignalWatch) and watch._closed:
-        return _still_open(number, watch._previous.get(number))
-    return handler
+def _still_wanted(handler: Any) -> Any:
+    """A handler, or, of a watch that is over, what was there before that one."""
+    while isinstance(handler, _Handler) and not handler.is_wanted:
+        handler = handler.previous
+    return handler if handler is not None else signal.SIG_DFL

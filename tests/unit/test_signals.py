@@ -207,6 +207,30 @@ def test_closed_outside_of_the_main_thread_it_says_so_and_goes_on_watching(caplo
     assert watch.received == {"SIGTERM"}, "the process lives"
 
 
+@pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
+def test_of_watches_that_are_gone_the_first_handler_is_left(before: Any) -> None:
+    signal.signal(signal.SIGUSR1, before)
+    watches = [SignalWatch(["SIGUSR1"]) for _ in range(3)]
+    del watches[1:]
+    send(signal.SIGUSR1)
+    assert watches[0].received == {"SIGUSR1"}, "one that is covered by some that are gone is told"
+    watches[0].close()
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_a_process_whose_watch_is_gone_can_be_ended() -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            SignalWatch(["SIGTERM"])
+            send(signal.SIGTERM)
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
+
+
 def test_a_forked_child_is_ended_by_what_ends_a_process() -> None:
     """`Process.terminate` and `Pool.terminate` send SIGTERM, and the latter waits for its workers without end."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
