@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.text import Text
 
 from holdfast.catalog import Checkpoint, Scan, choose
-from holdfast.cli.output import cell, count_text, cut, print_json, size_text, stdout, table
+from holdfast.cli.columns import Columns
+from holdfast.cli.output import cell, count_text, cut, print_json, size_text, stdout
 from holdfast.cli.sources import Unreadable, exit_code_of, local_time, open_run, scan_run, unreadable
 from holdfast.records.codec import Json, plain
 from holdfast.records.layout import folder_name
@@ -106,7 +107,7 @@ def _print_checkpoints(console: Console, checkpoints: tuple[Checkpoint, ...]) ->
     # A folder's name says no more than the step, unless it was not the first attempt at it.
     named = any(found.folder != folder_name(found.step) for found in checkpoints)
     columns = ["", "step", "sequence", "created", "size", "ranks", "metrics", "tags", *(["folder"] if named else [])]
-    rows = table(*columns, right=("step", "sequence", "size", "ranks"))
+    rows = Columns(*columns, right=("step", "sequence", "size", "ranks"))
     for found in checkpoints:
         rows.add_row(
             _mark(found, latest=found is latest),

@@ -12,12 +12,11 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ParamSpec
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from holdfast.errors import CorruptCheckpointError, HoldfastError
@@ -65,7 +64,10 @@ def _exit_code(work: Callable[[], int]) -> int:
 
 def visible(text: object) -> str:
     """Text with everything that a terminal would obey, or not show, as an escape such as `\\x1b`."""
-    return "".join(letter if letter.isprintable() else _escaped(letter) for letter in str(text))
+    shown = str(text)
+    if shown.isprintable():
+        return shown
+    return "".join(letter if letter.isprintable() else _escaped(letter) for letter in shown)
 
 
 def cut(text: str, characters: int) -> str:
@@ -76,14 +78,6 @@ def cut(text: str, characters: int) -> str:
 def cell(text: object, style: str = "") -> Text:
     """Text for a table or a line. A `Text` is never read as markup."""
     return Text(visible(text), style=style)
-
-
-def table(*columns: str, right: Sequence[str] = ()) -> Table:
-    """An empty table. Columns fold rather than lose text; numbers stand at the right."""
-    made = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for name in columns:
-        made.add_column(Text(name), justify="right" if name in right else "left", overflow="fold")
-    return made
 
 
 def stdout() -> Console:

@@ -14,11 +14,13 @@ from rich.table import Table
 from typer.core import TyperCommand
 
 from holdfast.catalog import Checkpoint
+from holdfast.cli.columns import Columns
 from holdfast.cli.ls import metrics_of
-from holdfast.cli.output import SOUND, cell, count_text, cut, print_json, size_text, stdout, table
+from holdfast.cli.output import SOUND, cell, count_text, cut, print_json, size_text, stdout
 from holdfast.cli.sources import find, local_time, open_source, print_passed_over
 from holdfast.errors import UsageError
 from holdfast.records.codec import Json, plain
+from holdfast.records.facts import STATE_DICT_NOTE
 from holdfast.records.manifest import Manifest, MeshRecord, TensorRecord
 
 _EVERY = "*"
@@ -146,8 +148,11 @@ def _as_json(checkpoint: Checkpoint, tensors: list[TensorRecord] | None) -> dict
 
 
 def _values(checkpoint: Checkpoint) -> dict[str, Json]:
-    stored = {name: plain(getattr(checkpoint.manifest, name)) for name in _VALUES}
-    return {"metrics": metrics_of(checkpoint), **stored}
+    manifest = checkpoint.manifest
+    stored = {name: plain(getattr(manifest, name)) for name in _VALUES}
+    # How a plain state dict was laid out is no user's word.
+    extra = {key: value for key, value in manifest.extra.items() if key != STATE_DICT_NOTE}
+    return {"metrics": metrics_of(checkpoint), **stored, "extra": plain(extra)}
 
 
 def _tensor_json(tensor: TensorRecord) -> dict[str, Any]:
@@ -247,16 +252,16 @@ def _inline(value: Json) -> str:
     return cut(value if isinstance(value, str) else dumps(value), _VALUE_CHARACTERS)
 
 
-def _component_table(components: list[_Component]) -> Table:
-    rows = table("name", "kind", "scopes", "tensors", "size", right=("scopes", "tensors", "size"))
+def _component_table(components: list[_Component]) -> Columns:
+    rows = Columns("name", "kind", "scopes", "tensors", "size", right=("scopes", "tensors", "size"))
     for one in components:
         counts = (f"{one.scopes:,}", f"{one.tensors:,}", size_text(one.size_bytes))
         rows.add_row(cell(one.name), cell(one.kind), *(cell(text) for text in counts))
     return rows
 
 
-def _file_table(manifest: Manifest) -> Table:
-    rows = table("name", "size", "digest", right=("size",))
+def _file_table(manifest: Manifest) -> Columns:
+    rows = Columns("name", "size", "digest", right=("size",))
     for file in manifest.files[:_SHOWN_FILES]:
         rows.add_row(cell(file.name), cell(size_text(file.size_bytes)), cell(file.digest[:16], "dim"))
     hidden = len(manifest.files) - _SHOWN_FILES
@@ -265,15 +270,15 @@ def _file_table(manifest: Manifest) -> Table:
     return rows
 
 
-def _tensor_table(tensors: list[TensorRecord]) -> Table:
-    rows = table("name", "dtype", "shape", "size", "chunks", right=("size", "chunks"))
+def _tensor_table(tensors: list[TensorRecord]) -> Columns:
+    rows = Columns("name", "dtype", "shape", "size", "chunks", right=("size", "chunks"))
     for one in tensors:
         texts = (one.name, one.dtype, list(one.shape), size_text(one.size_bytes), f"{len(one.chunks):,}")
         rows.add_row(*(cell(text) for text in texts))
     return rows
 
 
-def _print_table(console: Console, title: str, rows: Table) -> None:
+def _print_table(console: Console, title: str, rows: Columns) -> None:
     if not rows.rows:
         return
     console.print()
