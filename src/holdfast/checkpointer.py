@@ -1,7 +1,7 @@
 """Save plain state dicts without a manager: nested dicts of tensors and values enter, committed checkpoints leave.
 
-The building block under the manager. What PyTorch's `dcp.async_save` takes, this takes; `dcp.load` with a
-`HoldfastReader` reads it back under the same keys.
+The building block under the manager. What PyTorch's `dcp.async_save` takes, this takes, objects with a state of their
+own on top included; `dcp.load` with a `HoldfastReader` reads it back under the same keys.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from holdfast.leading import SaveRequest
 from holdfast.ranks import torch_ranks
 from holdfast.records.codec import encode
 from holdfast.records.events import Event
+from holdfast.records.facts import STATE_DICT_NOTE
 from holdfast.records.layout import check_component_name, check_step
 from holdfast.records.selector import check_tag
 from holdfast.requests import agree_on_run, check_callable, check_limit, check_timeout, encoded, encoded_metrics, one_of
@@ -29,7 +30,6 @@ from holdfast.storage.registry import open_storage
 
 __all__ = ["AsyncCheckpointer"]
 
-_NOTE = "dcp"
 _LOOSE = "state"
 
 
@@ -88,9 +88,11 @@ class AsyncCheckpointer:
         wait: bool = False,
     ) -> SaveHandle:
         """Save a state dict as the checkpoint of `step`. Returns when its tensors may be changed again, as the mode
-        says; `wait` returns when the checkpoint is committed. Raises what failed before, once."""
-        if self._closed:
-            raise ClosedError("the checkpointer was closed", run=self._catalog.storage.url, advice="build a new one")
+        says; `wait` returns when the checkpoint is committed. Raises what failed before, once.
+
+        In place of an object with `state_dict` and `load_state_dict` that is a value of the state dict itself, such as
+        a model, what its `state_dict()` gives now is saved, as in PyTorch."""
+        self._check_open()
 
         def request() -> SaveRequest:
             components, note = _components(state_dict)
@@ -99,7 +101,10 @@ class AsyncCheckpointer:
                 components=components,
                 metrics=encoded_metrics(metrics),
                 progress=encoded("progress", progress),
-                extra={**encoded("extra", extra), _NOTE: encode(note, path=_NOTE, on_tensor=None)},
+                extra={
+                    **encoded("extra", extra),
+                    STATE_DICT_NOTE: encode(note, path=STATE_DICT_NOTE, on_tensor=None),
+                },
                 tags=() if tag is None else (check_tag(tag),),
             )
 
@@ -115,10 +120,12 @@ class AsyncCheckpointer:
 
     def poll(self) -> None:
         """Raise what failed, once; never waits."""
+        self._check_open()
         self._saver.poll()
 
     def wait(self) -> None:
         """Return when every save is committed; raise what failed, once."""
+        self._check_open()
         self._saver.wait()
 
     def before_update(self) -> None:
@@ -143,6 +150,10 @@ class AsyncCheckpointer:
     def __repr__(self) -> str:
         return f"AsyncCheckpointer({self._catalog.storage.url!r})"
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the checkpointer was closed", run=self._catalog.storage.url, advice="build a new one")
+
 
 class _Plain:
     """A state dict as a component."""
@@ -164,10 +175,11 @@ def _components(state_dict: Mapping[str, Any]) -> tuple[dict[str, Shared], dict[
     """
     if not isinstance(state_dict, Mapping) or not all(isinstance(key, str) for key in state_dict):
         raise UsageError(f"a state dict is a mapping with texts as keys, not {state_dict!r:.100}")
-    own = {key: dict(value) for key, value in state_dict.items() if _is_component(key) and isinstance(value, Mapping)}
+    plain = {key: value.state_dict() if _is_stateful(value) else value for key, value in state_dict.items()}
+    own = {key: dict(value) for key, value in plain.items() if _is_component(key) and isinstance(value, Mapping)}
     flat: dict[str, dict[str, Any]] = {}
     loose: dict[str, Any] = {}
-    for key, value in state_dict.items():
+    for key, value in plain.items():
         front, _, rest = key.partition(".")
         if key in own:
             continue
@@ -183,6 +195,11 @@ def _components(state_dict: Mapping[str, Any]) -> tuple[dict[str, Shared], dict[
         raise UsageError("the state dict is empty")
     note = {"loose": name if loose else None, "flat": sorted(flat)}
     return {key: Shared(_Plain(value)) for key, value in states.items()}, note
+
+
+def _is_stateful(value: Any) -> bool:
+    methods = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
+    return not isinstance(value, type) and all(map(callable, methods))
 
 
 def _is_component(name: str) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from holdfast.errors import StateMismatchError, UsageError
@@ -20,15 +20,17 @@ class PerRank:
     """A component of which every rank has its own state, such as a data loader.
 
     `group` (a DeviceMesh of one dimension or a process group) says that the ranks with the same place in that group
-    hold the same state: it is stored once and given to all of them. `covers` names components that need no restore of
-    their own once this one is restored.
+    hold the same state: it is stored once and given to all of them. `covers` names other components of the same
+    manager, which need no restore of their own once this one is restored.
     """
 
     def __init__(self, component: Any, group: Any = None, covers: Sequence[str] = ()) -> None:
         if isinstance(component, PerRank | Shared | Trainable):
             raise UsageError(f"PerRank cannot wrap {component!r}", advice="wrap the component itself")
-        if isinstance(covers, str):
-            raise UsageError(f"covers takes a sequence of names, not the text {covers!r}")
+        if isinstance(covers, str | Mapping) or not isinstance(covers, Iterable):
+            raise UsageError(
+                f"covers={covers!r:.100}", advice="give a list of names of other components, such as covers=['sampler']"
+            )
         self.component = component
         self.group = group
         self.covers = tuple(check_component_name(name) for name in covers)
@@ -79,6 +81,37 @@ class Trainable:
 
     def __repr__(self) -> str:
         return f"Trainable({type(self.component).__name__})"
+
+
+def check_covers(components: Mapping[str, Any]) -> None:
+    """Refuse a `covers` that names no component, or that goes round in a circle: nothing in there would be restored."""
+    covers = {name: one.covers for name, one in components.items() if isinstance(one, PerRank)}
+    for name, covered in covers.items():
+        for other in covered:
+            others = [one for one in components if one != name]
+            if other not in others:
+                raise UsageError(
+                    f"covers names '{other}', which is no other component of the manager",
+                    component=name,
+                    advice=f"name one of {', '.join(others)}" if others else "leave it out: there is no other one",
+                )
+            if name in _all_covered(other, covers):
+                raise UsageError(
+                    f"covers names '{other}', which covers '{name}'",
+                    component=name,
+                    advice="take one of the two out, or neither is restored",
+                )
+
+
+def _all_covered(name: str, covers: Mapping[str, Sequence[str]]) -> set[str]:
+    """What comes along with a component, also by way of others."""
+    found: set[str] = set()
+    rest = [name]
+    while rest:
+        new = set(covers.get(rest.pop(), ())) - found
+        found |= new
+        rest += new
+    return found
 
 
 class RNGState:

@@ -12,7 +12,7 @@ import operator
 import os
 import reprlib
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
@@ -41,6 +41,7 @@ RESUMES = ("auto", "required", "never")
 VERIFIES = ("full", "quick", "off")
 _YAML_SUFFIXES = (".yaml", ".yml")
 _TOML_SUFFIXES = (".toml",)
+_YAML_TAG = "tag:yaml.org,2002:"
 
 # A few lines of YAML can stand for a list that fills all memory when it is written out.
 _SHORT = reprlib.Repr()
@@ -147,6 +148,8 @@ def _check(key: str, value: Any, wanted: _Wanted) -> None:
     advice = ""
     if value is False and "'off'" in wanted.words:
         advice = 'YAML reads off as False; write "off", in quotes'
+    if wanted in (_DURATION, _TIME_LIMIT) and _is_number(value):
+        advice = "write seconds as '90s', and a time in quotes: YAML reads 3:50 as the number 230"
     raise UsageError(f"'{key}' takes {wanted.words}, not {shown(value)}", advice=advice)
 
 
@@ -195,9 +198,13 @@ _SIGNALS = _Wanted(
     "the name of a signal, or a list of names",
     lambda value: _is_list([value] if isinstance(value, str) else value, _TEXT.fits) and len(value) > 0,
 )
+# No number: many readers of YAML take 3:50 for a number of the base 60, and a run would end after 230 seconds.
 _DURATION = _Wanted(
-    "a duration such as '03:50:00' or '90m', a number of seconds, or true for the job's own end",
-    lambda value: isinstance(value, bool | int | float | datetime.time) or _TEXT.fits(value),
+    "a text such as '03:50:00', '3h50m' or '90s'", lambda value: isinstance(value, datetime.time) or _TEXT.fits(value)
+)
+_TIME_LIMIT = _Wanted(
+    f"{_DURATION.words}, {{limit, before_end}}, or true for the job's own end",
+    lambda value: isinstance(value, bool | Mapping) or _DURATION.fits(value),
 )
 _BEST = _Wanted(
     "{metric, n, mode}, or a list of these",
@@ -241,7 +248,7 @@ SAVE_KEYS = {
     "every_minutes": _Part(_MINUTES, lambda minutes: Every(minutes=minutes)),
     "at": _Part(_STEPS, lambda steps: At(steps)),
     "on_signal": _Part(_SIGNALS, lambda names: OnSignal(*([names] if isinstance(names, str) else names))),
-    "time_limit": _Part(_DURATION, lambda limit: _time_limit(limit)),
+    "time_limit": _Part(_TIME_LIMIT, lambda limit: _time_limit(limit)),
     "on_last_step": _Part(_COUNT, OnLastStep),
 }
 KEEP_KEYS = {
@@ -253,6 +260,7 @@ KEEP_KEYS = {
     "all": _Part(_BOOLEAN, lambda on: KeepAll() if on else None),
 }
 _RANKING = {"metric": _TEXT, "n": _COUNT, "mode": _one_of(("min", "max"))}
+_LIMIT = {"limit": _DURATION, "before_end": _DURATION}
 _PLACES = {"save": SAVE_KEYS, "keep": KEEP_KEYS}
 
 
@@ -307,11 +315,23 @@ def _one_ranking(path: str, ranking: Any) -> KeepBest:
     return KeepBest(**ranking)
 
 
-def _time_limit(limit: str | float | datetime.time | bool) -> TimeLimit | None:
+def _time_limit(limit: Any) -> TimeLimit | None:
     if isinstance(limit, bool):
         return TimeLimit() if limit else None
-    # TOML reads 03:50:00 as a time of the day. YAML reads 13:50:00 as a number of seconds, which is right as it is.
-    return TimeLimit(limit.isoformat() if isinstance(limit, datetime.time) else limit)
+    if not isinstance(limit, Mapping):
+        return TimeLimit(_duration(limit))
+    path = "save.time_limit"
+    if not limit:
+        raise UsageError(f"'{path}' has nothing in it", advice=f"give {' or '.join(_LIMIT)}, or true")
+    _check_keys(path, limit, _LIMIT)
+    for key, value in limit.items():
+        _check(f"{path}.{key}", value, _LIMIT[key])
+    return TimeLimit(**{key: _duration(value) for key, value in limit.items()})
+
+
+def _duration(value: str | datetime.time) -> str:
+    # TOML reads 03:50:00 as a time of the day.
+    return value.isoformat() if isinstance(value, datetime.time) else value
 
 
 # Keys
@@ -373,7 +393,61 @@ def _parse_yaml(text: str) -> Any:
     except ImportError:
         raise ImportError("reading a config from YAML needs PyYAML; pip install pyyaml, or write it in TOML") from None
     try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        loader = _loader_class()(text)
+        document = loader.get_single_node()
+        _refuse_repeated_keys(document)
+        data = None if document is None else loader.construct_document(document)
+    except UsageError:
+        raise
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UsageError(f"the config is no YAML: {error}") from None
     return {} if data is None else data
+
+
+@functools.cache
+def _loader_class() -> Any:
+    """YAML's safe loader, without its numbers of the base 60: 3:50 is the text that stands there."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        pass
+
+    def construct_number(loader: Any, node: Any) -> Any:
+        if ":" in node.value:
+            return loader.construct_yaml_str(node)
+        return yaml.SafeLoader.yaml_constructors[node.tag](loader, node)
+
+    for name in ("int", "float"):
+        Loader.add_constructor(_YAML_TAG + name, construct_number)
+    return Loader
+
+
+def _refuse_repeated_keys(document: Any) -> None:
+    """Of a key that stands twice in one mapping, YAML's loader takes the last without a word."""
+    for mapping in _yaml_mappings(document):
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in mapping.value:
+            # A mapping may merge in several others, each by a key <<.
+            if key.id != "scalar" or key.tag == _YAML_TAG + "merge":
+                continue
+            line = key.start_mark.line + 1
+            if (key.tag, key.value) in lines:
+                raise UsageError(
+                    f"'{key.value:.80}' stands in line {lines[key.tag, key.value]} and again in line {line}",
+                    advice="keep one of them",
+                )
+            lines[key.tag, key.value] = line
+
+
+def _yaml_mappings(document: Any) -> Iterator[Any]:
+    """All mappings of a document, each once. An alias is the node that it stands for, and may be inside of itself."""
+    seen: set[int] = set()
+    rest = [document]
+    while rest:
+        node = rest.pop()
+        if id(node) in seen or not isinstance(getattr(node, "value", None), list):
+            continue
+        seen.add(id(node))
+        if node.id == "mapping":
+            yield node
+        rest += node.value if node.id == "sequence" else [inner for pair in node.value for inner in pair]

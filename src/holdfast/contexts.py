@@ -12,6 +12,7 @@ from holdfast.errors import UsageError
 from holdfast.records.layout import check_component_name, check_step
 from holdfast.records.selector import check_tag, parse_selector
 from holdfast.records.strategy import OPTIMIZERS, LoadStrategy
+from holdfast.requests import check_metrics
 
 __all__ = ["LoadContext", "Purpose", "SaveContext"]
 
@@ -40,7 +41,8 @@ class SaveContext:
     def __post_init__(self) -> None:
         check_step(self.step)
         _check_state(self.state)
-        for name in ("metrics", "progress", "extra", "guards"):
+        check_metrics(self.metrics)
+        for name in ("progress", "extra", "guards"):
             _check_values(name, getattr(self, name))
         epoch = self.epoch
         if epoch is not None and (isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0):

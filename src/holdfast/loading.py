@@ -6,7 +6,9 @@ decided by the leader; a checkpoint that is damaged for one rank is damaged for 
 
 from __future__ import annotations
 
+import json
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -31,7 +33,7 @@ from holdfast.memory import collector_paused
 from holdfast.naming import kind_of
 from holdfast.progress import Progress
 from holdfast.ranks import Ranks, on_leader, together
-from holdfast.records.codec import Json, plain
+from holdfast.records.codec import Json, plain, typed
 from holdfast.records.manifest import TreeRecord
 from holdfast.records.report import Problem
 from holdfast.records.selector import Selector
@@ -51,6 +53,7 @@ logger = logging.getLogger("holdfast")
 
 Verify = Literal["full", "quick", "off"]
 _MAX_VALUES_BYTES = 4 << 30
+_SHOWN_CHARACTERS = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ class LoadRequest:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What was restored, from where, and what was not."""
+    """What was restored, from where, and what was not. `phases` are the seconds of each part, by name."""
 
     checkpoint: Checkpoint
     restored: tuple[str, ...]
@@ -75,6 +78,20 @@ class Loaded:
     skipped: tuple[str, ...]
     passed_over: tuple[Skipped, ...]
     damaged: Mapping[Checkpoint, str] = field(default_factory=dict)
+    phases: Mapping[str, float] = field(default_factory=dict)
+
+
+class _Clock:
+    """Seconds by phase. All that passes belongs to one: each `end_of` takes what passed since the one before it."""
+
+    def __init__(self) -> None:
+        self.phases: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def end_of(self, phase: str) -> None:
+        now = time.monotonic()
+        self.phases[phase] = self.phases.get(phase, 0.0) + now - self._last
+        self._last = now
 
 
 class _Candidate(msgspec.Struct, frozen=True, array_like=True):
@@ -121,19 +138,24 @@ def load(request: LoadRequest, catalog: Catalog, ranks: Ranks) -> Loaded | None:
 
 
 def _load(request: LoadRequest, catalog: Catalog, ranks: Ranks) -> Loaded | None:
+    clock = _Clock()
     choice = on_leader(ranks, "resolve", lambda: _resolve(catalog, request.selector), returns=_Choice)
+    clock.end_of("resolve")
     passed_over = [Skipped(*pair) for pair in choice.passed_over]
     damaged: list[str] = []
     aside: dict[Checkpoint, str] = {}
     for candidate in choice.candidates:
-        attempt = _Attempt(candidate, request, catalog, ranks)
+        attempt = _Attempt(candidate, request, catalog, ranks, clock)
         with _said_to_be_read(candidate, catalog, ranks):
             verdict = ranks.decide("fit", attempt.fit, attempt.judge, sends=_Fit, returns=_Verdict)
+            clock.end_of("fit")
             damage = verdict.damage or ranks.decide("check", attempt.check, _union, sends=_Texts, returns=_Texts)
+            clock.end_of("read")
             if not damage:
                 # Components' own code first, on all ranks: if one of them refuses, no tensor has changed on any.
                 together(ranks, "restore values", attempt.restore_values, sends=None)
                 together(ranks, "restore tensors", attempt.restore_tensors, sends=None)
+                clock.end_of("restore")
                 return attempt.loaded(verdict, passed_over, aside)
         if attempt.opened is not None:
             aside[attempt.opened] = damage[0]
@@ -182,10 +204,13 @@ def _resolve(catalog: Catalog, selector: Selector) -> _Choice:
 class _Attempt:
     """The attempt to restore from one candidate, on one rank."""
 
-    def __init__(self, candidate: _Candidate, request: LoadRequest, catalog: Catalog, ranks: Ranks) -> None:
+    def __init__(
+        self, candidate: _Candidate, request: LoadRequest, catalog: Catalog, ranks: Ranks, clock: _Clock
+    ) -> None:
         self.candidate = candidate
         self.request = request
         self.catalog = catalog
+        self.clock = clock
         self.place = Place(ranks.rank, ranks.size, request.pipeline_stage)
         self.fitted: list[Fitted] = []
         self.skipped: list[str] = []
@@ -267,7 +292,9 @@ class _Attempt:
         restore_values(self.fitted, self.request.components)
 
     def restore_tensors(self) -> None:
+        self.clock.end_of("restore")
         self._fill_live()
+        self.clock.end_of("read")
         restore_tensors(self.fitted, self.request.components)
 
     def loaded(self, verdict: _Verdict, passed_over: Sequence[Skipped], damaged: Mapping[Checkpoint, str]) -> Loaded:
@@ -278,6 +305,7 @@ class _Attempt:
             skipped=(*self.skipped, *verdict.unexpected, *self._left_out()),
             passed_over=tuple(passed_over),
             damaged=damaged,
+            phases=self.clock.phases,
         )
 
     @property
@@ -398,7 +426,7 @@ class _Attempt:
         """Compare what both sides name."""
         saved = self.checkpoint.manifest.guards
         names = sorted(saved.keys() & live.keys())
-        wrong = {name: (_show(saved[name]), _show(live[name])) for name in names if saved[name] != live[name]}
+        wrong = {name: _shown_apart(saved[name], live[name]) for name in names if saved[name] != live[name]}
         if not wrong:
             return
         text = "; ".join(f"{name}: {old} in the checkpoint, {new} now" for name, (old, new) in wrong.items())
@@ -436,9 +464,24 @@ def _parse_values(data: bytes, file: str) -> dict[str, Json]:
     return trees
 
 
-def _show(value: Json) -> str:
-    text = str(plain(value))
-    return text if len(text) <= 80 else text[:77] + "..."
+def _shown_apart(old: Json, new: Json) -> tuple[str, str]:
+    """Two values that differ, for people, in the shortest way that shows that they do: a tuple and a list look alike,
+    and so do a number and its digits."""
+    ways = (lambda value: str(plain(value)), typed, json.dumps)
+    for way in ways:
+        left, right = way(old), way(new)
+        if left != right:
+            break
+    shorter = min(len(left), len(right))
+    alike = next((place for place in range(shorter) if left[place] != right[place]), shorter)
+    return _cut(left, alike), _cut(right, alike)
+
+
+def _cut(text: str, alike: int) -> str:
+    """At most 80 characters of it, among them the first that the other text does not have."""
+    start = 0 if alike < _SHOWN_CHARACTERS - 10 else alike - 10
+    rest = ("..." if start else "") + text[start:]
+    return rest if len(rest) <= _SHOWN_CHARACTERS else rest[: _SHOWN_CHARACTERS - 3] + "..."
 
 
 def _all(fitted: Sequence[Fitted], name: str) -> tuple[str, ...]:

@@ -11,12 +11,15 @@ import torch
 
 from holdfast.errors import UsageError
 from holdfast.records.codec import Json, encode
+from holdfast.records.facts import STATE_DICT_NOTE
 
 __all__ = [
     "agree_on",
     "agree_on_run",
     "check_callable",
+    "check_epoch",
     "check_limit",
+    "check_metrics",
     "check_timeout",
     "encoded",
     "encoded_metrics",
@@ -48,30 +51,55 @@ def check_callable(name: str, value: object) -> None:
 def encoded(name: str, values: Mapping[str, Any] | None) -> dict[str, Json]:
     if values is None:
         return {}
+    _check_keys(name, values)
+    if name == "extra" and STATE_DICT_NOTE in values:
+        raise UsageError(
+            f"extra has the key '{STATE_DICT_NOTE}', under which Holdfast notes how a plain state dict was laid out",
+            advice="use another key",
+        )
+    return {key: encode(value, path=f"{name}.{key}", on_tensor=None) for key, value in values.items()}
+
+
+def _check_keys(name: str, values: object) -> None:
     if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
         raise UsageError(f"{name} is a mapping with texts as keys, not {values!r:.100}")
-    encoded = {key: encode(value, path=f"{name}.{key}", on_tensor=None) for key, value in values.items()}
-    return encoded
 
 
 def encoded_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Json]:
+    check_metrics(metrics)
+    return encoded("metrics", {name: _number(value) for name, value in (metrics or {}).items()})
+
+
+def check_metrics(metrics: object) -> None:
+    """Refuse what is no number. A tensor is asked for its type, never for its value, which a GPU may not have yet."""
     if metrics is None:
-        return {}
+        return
     if not isinstance(metrics, Mapping):
         raise UsageError(f"metrics is a mapping of numbers by name, not {metrics!r:.100}")
-    numbers = {name: _number(value) for name, value in metrics.items()}
-    for name, value in numbers.items():
-        if not isinstance(value, int | float):
+    _check_keys("metrics", metrics)
+    for name, value in metrics.items():
+        if not _is_number(value):
             raise UsageError(
-                f"the metric {name!r} is {value!r:.100}, not a number", advice="use extra= for other values"
+                f"the metric {name!r} is {_described(value)}, not a number", advice="use extra= for other values"
             )
-    return encoded("metrics", numbers)
+
+
+def _is_number(value: Any) -> bool:
+    """A loss is often still a tensor or a numpy scalar; ranking wants the number."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex() and not value.is_meta
+    return isinstance(_number(value), int | float)
 
 
 def _number(value: Any) -> Any:
-    """A loss is often still a tensor or a numpy scalar; ranking wants the number."""
     one_element = isinstance(value, torch.Tensor | numpy.generic | numpy.ndarray) and math.prod(value.shape) == 1
     return value.item() if one_element else value
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)} and {value.dtype} on {value.device}"
+    return f"{value!r:.100}"
 
 
 def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

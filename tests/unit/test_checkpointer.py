@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from typer.testing import CliRunner
 
 import holdfast
+from holdfast.cli import app
 from holdfast.errors import ClosedError, StorageError, UsageError
 from holdfast.testing import MemoryStorage, SlowStorage
 
@@ -79,10 +81,80 @@ def test_a_save_is_pending_until_it_is_waited_for_and_a_tag_names_it() -> None:
         assert checkpointer.save(2, {"t": torch.ones(3)}).skipped
 
 
+class Position:
+    """Has a state of its own, and counts how often it was asked for it."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.asked = at, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.asked += 1
+        return {"at": self.at, "where": torch.full((2,), self.at)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def objects(seed: int) -> dict[str, Any]:
+    """What `dcp.async_save` takes besides: objects on top, also under keys that are no names, and dicts beside them."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(10, 7), nn.BatchNorm1d(7))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * seed)
+    model(torch.randn(4, 10)).sum().backward()
+    optimizer.step()
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "position": Position(seed),
+        "7 is no name": Position(seed),
+        "data.position": Position(seed),
+        "data.count": seed,
+        "plain": {"weight": torch.full((3,), seed)},
+    }
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_objects_with_a_state_are_taken_as_pytorch_takes_them(mode: Any, tmp_path: Path) -> None:
+    live = objects(1)
+    wanted = copy.deepcopy({key: value.state_dict() for key, value in live.items() if hasattr(value, "state_dict")})
+    with holdfast.AsyncCheckpointer(tmp_path, mode=mode) as checkpointer:
+        checkpointer.save(1, live)
+        for parameter in live["model"].parameters():
+            parameter.data.zero_()
+        live["position"].at = 99
+        checkpointer.save(2, live)
+    assert live["data.position"].asked == 3, "once for what is wanted, once for each save"
+    for step, at in ((1, 1), (2, 99)):
+        found = objects(5)
+        dcp.load(found, storage_reader=holdfast.HoldfastReader(tmp_path, step))
+        assert (found["position"].at, found["7 is no name"].at, found["data.position"].at) == (at, 1, 1)
+        assert (found["data.count"], found["plain"]["weight"].tolist()) == (1, [1, 1, 1])
+        assert (float(found["model"][0].weight.detach().abs().sum()) == 0.0) == (step == 2)
+        if step == 1:
+            assert bits(found["model"].state_dict()) == bits(wanted["model"])
+            assert bits(found["optimizer"].state_dict()["state"]) == bits(wanted["optimizer"]["state"])
+            assert found["optimizer"].param_groups[0]["lr"] == 0.1
+
+
+def test_the_note_of_a_state_dict_is_no_key_that_a_user_can_give(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with holdfast.AsyncCheckpointer(run) as checkpointer:
+        with pytest.raises(UsageError, match=r"extra has the key 'dcp'.*use another key"):
+            checkpointer.save(1, {"t": torch.ones(3)}, extra={"dcp": 1})
+        assert not run.exists()
+        checkpointer.save(1, {"t": torch.ones(3)}, progress={"dcp": 1}, extra={"note": 1})
+    with holdfast.CheckpointManager(run, {"model": nn.Linear(2, 2)}) as manager:
+        with pytest.raises(UsageError, match="extra has the key 'dcp'"):
+            manager.save(2, extra={"dcp": {"loose": "model", "flat": []}})
+    assert holdfast.resolve(run).extra["note"] == 1
+
+
 @pytest.mark.parametrize(
     ("bad", "says"),
     [
         ({}, "empty"),
+        ({"a": {"b": nn.Linear(1, 1)}}, r"a\.b.*put its state_dict\(\) in its place"),
+        ({"a": nn.Linear}, "state.a"),
         ({1: torch.ones(2)}, "texts as keys"),
         ([torch.ones(2)], "mapping"),
         (None, "mapping"),
@@ -90,7 +162,17 @@ def test_a_save_is_pending_until_it_is_waited_for_and_a_tag_names_it() -> None:
         ({"top": object()}, "top"),
         ({"a": {"it": iter(())}}, r"a\.it"),
     ],
-    ids=["empty", "a number as key", "a list", "none", "an object", "an object on top", "an iterator"],
+    ids=[
+        "empty",
+        "an object further in",
+        "a class",
+        "a number as key",
+        "a list",
+        "none",
+        "an object",
+        "an object on top",
+        "an iterator",
+    ],
 )
 @pytest.mark.guarantee("G6")
 def test_what_cannot_be_saved_is_refused_before_a_file_is_touched_and_the_next_save_works(
@@ -120,13 +202,14 @@ def test_an_option_that_is_none_is_refused(options: dict[str, Any], tmp_path: Pa
         holdfast.AsyncCheckpointer(tmp_path, **options)
 
 
-def test_a_save_after_close_is_an_error_and_close_may_be_called_again(tmp_path: Path) -> None:
+def test_what_is_asked_after_close_is_an_error_and_close_may_be_called_again(tmp_path: Path) -> None:
     checkpointer = holdfast.AsyncCheckpointer(tmp_path)
     checkpointer.save(1, {"t": torch.ones(3)})
     checkpointer.close()
     checkpointer.close()
-    with pytest.raises(ClosedError, match="closed"):
-        checkpointer.save(2, {"t": torch.ones(3)})
+    for call in (lambda: checkpointer.save(2, {"t": torch.ones(3)}), checkpointer.poll, checkpointer.wait):
+        with pytest.raises(ClosedError, match="the checkpointer was closed; build a new one"):
+            call()
     with checkpointer:
         pass
     assert [found.step for found in holdfast.checkpoints(tmp_path)] == [1]
@@ -211,3 +294,10 @@ def test_an_asset_that_is_gone_when_it_is_saved_is_an_error(mode: Any, tmp_path:
         asset.unlink()
         with pytest.raises(holdfast.HoldfastError, match=r"config\.yaml"):
             manager.save(1)
+
+
+def test_the_note_of_a_state_dict_is_not_shown(tmp_path: Path) -> None:
+    with holdfast.AsyncCheckpointer(tmp_path) as checkpointer:
+        saved = checkpointer.save(1, {"t": torch.ones(3)}, extra={"note": "by hand"}).wait()
+    assert dict(saved.extra) == dict(holdfast.resolve(tmp_path).extra) == {"note": "by hand"}
+    assert "loose" not in CliRunner().invoke(app, ["show", str(tmp_path), "--json"]).stdout

@@ -173,6 +173,57 @@ def test_without_pyyaml_the_error_says_what_to_install(monkeypatch: pytest.Monke
         CheckpointConfig.from_yaml("run: runs/tiny")
 
 
+@pytest.mark.parametrize("limit", ["3:50", "1:30.5", "-3:50"])
+def test_yaml_makes_no_number_of_a_time(limit: str) -> None:
+    with pytest.raises(holdfast.UsageError, match=rf"TimeLimit\(limit='{limit}'\) is no time that passes"):
+        CheckpointConfig.from_yaml(f"save: {{time_limit: {limit}}}")
+
+
+def test_yaml_has_its_other_numbers() -> None:
+    config = CheckpointConfig.from_yaml("{timeout: 1.5e+2, staging_limit_bytes: 0x10, save: {every_steps: 1_000}}")
+    assert (config.timeout, config.staging_limit_bytes, config.save) == (150.0, 16, Every(steps=1000))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("run: a\nmode: sync\nrun: b\n", "'run' stands in line 1 and again in line 3; keep one of them"),
+        ("save:\n  every_steps: 5\n  'every_steps': 6\n", "'every_steps' stands in line 2 and again in line 3"),
+        ("keep:\n  best:\n  - {metric: a}\n  - {metric: b, n: 1, n: 2}\n", "'n' stands in line 4 and again in line 4"),
+    ],
+    ids=["on top", "inside", "in a list"],
+)
+def test_a_key_that_stands_twice_is_refused_with_its_lines(text: str, problem: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    for source in (text, tmp_path / "run.yaml"):
+        with pytest.raises(holdfast.UsageError) as caught:
+            CheckpointConfig.from_yaml(source)
+        assert problem in str(caught.value)
+    assert str(tmp_path / "run.yaml") in str(caught.value)
+
+
+def test_a_mapping_of_yaml_may_override_what_it_merges_in(tmp_path: Path) -> None:
+    text = """
+    keep: &keep {last: 3, all: false}
+    extra: {deep: &deep {<<: *keep, last: 4}}
+    more: {<<: [*deep, *keep], last: 5}
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Wide(CheckpointConfig):
+        extra: Any
+        more: Any
+
+    config = Wide.from_yaml(text)
+    assert (config.extra["deep"]["last"], config.more["last"], config.keep) == (4, 5, KeepLast(3))
+
+
+@pytest.mark.parametrize("text", ["run: 2024-13-45", "run: \x01", "run: " + "[" * 5000])
+def test_what_yaml_cannot_make_anything_of_is_no_yaml(text: str) -> None:
+    with pytest.raises(holdfast.UsageError, match="the config is no YAML"):
+        CheckpointConfig.from_yaml(text)
+
+
 def test_yaml_runs_no_code(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     with pytest.raises(holdfast.UsageError, match="no YAML"):
@@ -262,7 +313,18 @@ def test_a_wrong_value_is_named_with_what_is_wanted(key: str, value: Any, expect
         ("on_signal", 15, "'save.on_signal' takes the name of a signal, or a list of names, not 15 (int)"),
         ("on_signal", ["SIGTREM"], "'save.on_signal': "),
         ("time_limit", "soon", "'save.time_limit': TimeLimit(limit='soon') is no time that passes"),
-        ("time_limit", ["01:00:00"], "'save.time_limit' takes a duration such as '03:50:00'"),
+        ("time_limit", ["01:00:00"], "'save.time_limit' takes a text such as '03:50:00', '3h50m' or '90s', {limit, be"),
+        ("time_limit", 230, "not 230 (int); write seconds as '90s', and a time in quotes: YAML reads 3:50 as the numb"),
+        ("time_limit", "3:50", "'save.time_limit': TimeLimit(limit='3:50') is no time that passes; write '03:50:00'"),
+        ("time_limit", {}, "'save.time_limit' has nothing in it; give limit or before_end, or true"),
+        (
+            "time_limit",
+            {"limit": 230},
+            "'save.time_limit.limit' takes a text such as '03:50:00', '3h50m' or '90s', not",
+        ),
+        ("time_limit", {"limit": "1h", "before_end": True}, "'save.time_limit.before_end' takes a text such as"),
+        ("time_limit", {"limit": "1h", "befor_end": "5m"}, "did you mean 'save.time_limit.before_end'?"),
+        ("time_limit", {"limit": "1h", "before_end": "soon"}, "'save.time_limit': TimeLimit(before_end='soon') is no"),
         ("on_last_step", 0, "'save.on_last_step' takes a whole number above 0, not 0 (int)"),
     ],
 )
@@ -297,6 +359,8 @@ def test_the_time_limit_of_the_job_needs_a_job(monkeypatch: pytest.MonkeyPatch) 
     assert "'save.time_limit': TimeLimit() has no limit" in message(save={"time_limit": True})
     monkeypatch.setenv("SLURM_JOB_END_TIME", "2000000000")
     assert CheckpointConfig(save={"time_limit": True}).save == TimeLimit()
+    early = CheckpointConfig.from_toml("save.time_limit.before_end = 00:10:00")
+    assert early.save == CheckpointConfig(save={"time_limit": {"before_end": "10m"}}).save == TimeLimit(before_end=600)
     assert CheckpointConfig(save={"time_limit": False, "every_steps": 5}).save == Every(steps=5)
 
 
@@ -318,7 +382,9 @@ def test_a_value_that_is_huge_is_shown_in_short() -> None:
         ({"on_signal": ["SIGTERM", "SIGINT"]}, OnSignal("SIGTERM", "SIGINT")),
         ({"on_signal": "SIGTERM"}, OnSignal("SIGTERM")),
         ({"time_limit": "03:50:00"}, TimeLimit("03:50:00")),
-        ({"time_limit": 90}, TimeLimit(90)),
+        ({"time_limit": "90s"}, TimeLimit(90)),
+        ({"time_limit": {"limit": "03:50:00"}}, TimeLimit("03:50:00")),
+        ({"time_limit": {"limit": "3h50m", "before_end": "10m"}}, TimeLimit("03:50:00", before_end="00:10:00")),
         ({"on_last_step": 1000}, OnLastStep(1000)),
         ({"every_steps": 5, "at": [7], "on_last_step": 9}, Every(steps=5) | At(7) | OnLastStep(9)),
     ],

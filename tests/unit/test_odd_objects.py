@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -203,16 +202,6 @@ def test_excluding_one_name_of_a_tied_tensor_excludes_it_and_is_listed(tmp_path:
     start = restored(tmp_path, {"model": model}, strategy=holdfast.LoadStrategy(exclude=["model.b.*"]))
     assert torch.equal(model.a.weight, before)
     assert start.skipped == ("model.b.weight: left out by exclude",)
-
-
-def test_what_a_skipped_save_says_besides_is_not_lost_without_a_word(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with holdfast.CheckpointManager(tmp_path, {"model": nn.Linear(2, 2)}) as manager:
-        manager.save(0)
-        with caplog.at_level(logging.WARNING, "holdfast"):
-            assert manager.save(0, tag="final").skipped
-    assert "is not kept" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -215,9 +215,9 @@ class HoldfastWriter(StorageWriter):  # type: ignore[misc]
                 advice="a committed checkpoint never changes; save another step",
             )
         self._catalog.open_run()
-        self._lease = Lease.acquire(self._catalog.storage)
-        self._catalog.close_attempts(self._lease.number)
-        folder, _ = self._catalog.claim(step, size, lease=self._lease.number)
+        self._lease = Lease.acquire(self._catalog.storage, close_attempts=self._catalog.close_attempts)
+        first = self._lease.floor.first_attempt(step)
+        folder, _ = self._catalog.claim(step, size, lease=self._lease.number, first=first)
         return _Attempt(folder, step, parent, loose, line_after(line), self._lease.number)
 
 
@@ -273,10 +273,11 @@ def _write_items(items: Sequence[WriteItem], planner: SavePlanner, duty: _Duty, 
     values = [(item, _StoredValue(_encoded(item, planner))) for item in items if item.type == WriteItemType.BYTE_IO]
     tensors = {_chunk_of(item, duty.loose): item for item in items if item.type != WriteItemType.BYTE_IO}
     files = _tensor_files(tensors, planner, duty.rank)
+    created: list[str] = []
     try:
-        receipt = write(duty.folder, files, (), catalog.storage)
+        receipt = write(duty.folder, files, (), catalog.storage, on_created=created.append)
     except Exception:
-        _discard([file.name for file in files], duty, catalog)
+        _discard(created, duty, catalog)
         raise
     results = [WriteResult(item.index, 0, stored) for item, stored in values]
     records = {file.name: file for file in receipt.files}

@@ -88,7 +88,7 @@ from holdfast.errors import (
     UsageError,
 )
 
-__all__ = ["Json", "decode", "encode", "plain", "register_type"]
+__all__ = ["Json", "decode", "encode", "plain", "register_type", "typed"]
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
@@ -108,9 +108,10 @@ def encode(value: object, *, path: str, on_tensor: Callable[[str, Any], str] | N
 
     `on_tensor` is called with the dotted name of every tensor that is found, and the tensor, and gives the leaf name to
     store. Two tensors can have the same dotted name, `{"a.b": x, "a": {"b": y}}`: it is the callback that tells them
-    apart. Without a callback a tensor is a UsageError, and a numpy array is stored in place whatever its size.
+    apart. Without a callback a tensor is a UsageError, and a numpy array is stored in place whatever its size: so it
+    is for what a caller passes beside the state, such as a config.
     """
-    encoder = _Encoder(on_tensor)
+    encoder = _Encoder(on_tensor, in_state=on_tensor is not None)
     return encoder.handlers[type(value)](encoder, value, _ROOT, path)
 
 
@@ -122,6 +123,11 @@ def decode(value: Json, *, path: str, tensor: Callable[[str], Any] | None) -> ob
 def plain(value: Json) -> Json:
     """The stored form made readable for people, without torch or numpy. Never fails on malformed input."""
     return _plain(value, 0)
+
+
+def typed(value: Json) -> str:
+    """The same as a text that also says the types, which `plain` leaves out: `tuple([1, 2])`. Never fails either."""
+    return _typed(value, 0)
 
 
 def register_type(cls: _Class, name: str | None = None) -> _Class:
@@ -218,13 +224,26 @@ def _type_name(cls: type) -> str:
     return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _unstorable(value: object, parent: _Place, key: object, reason: str = "") -> UsageError:
+def _unstorable(encoder: _Encoder, value: object, parent: _Place, key: object, reason: str = "") -> UsageError:
+    cls = type(value)
+    register = "register its class with holdfast.register_type, " if _could_be_registered(cls) else ""
     return UsageError(
-        f"a value of type '{_type_name(type(value))}' cannot be stored{reason}",
-        advice="give it state_dict(), register it with holdfast.register_type (enums, dataclasses, named tuples), "
-        "or leave it out with skip=...",
+        f"a value of type '{_type_name(cls)}' cannot be stored{reason}",
+        advice=f"{register}{_instead(cls, in_state=encoder.in_state)}",
         **_at(parent, key),
     )
+
+
+def _could_be_registered(cls: type) -> bool:
+    return cls not in _registered and _kind_of(cls) is not None
+
+
+def _instead(cls: type, *, in_state: bool) -> str:
+    """What can be done about it: a state dict is what some object gives, everything else is what a caller passes."""
+    if not in_state:
+        return "pass plain values in its place, or leave it out"
+    stateful = callable(getattr(cls, "state_dict", None))
+    return f"put {'its state_dict()' if stateful else 'plain values'} in its place, or leave it out of the state dict"
 
 
 def _corrupt(problem: str, parent: _Place, key: object, advice: str = "") -> CorruptCheckpointError:
@@ -276,10 +295,11 @@ def _find_handler(cls: type) -> _Handler:
 class _Encoder:
     """One call of `encode`: how each type is encoded in it, and who takes the tensors."""
 
-    __slots__ = ("handlers", "on_tensor")
+    __slots__ = ("handlers", "in_state", "on_tensor")
 
-    def __init__(self, on_tensor: Callable[[str, Any], str] | None) -> None:
+    def __init__(self, on_tensor: Callable[[str, Any], str] | None, *, in_state: bool) -> None:
         self.on_tensor = on_tensor
+        self.in_state = in_state
         self.handlers = _Handlers(_HANDLERS)
 
     def enter(self, parent: _Place, key: object) -> _Place:
@@ -287,7 +307,7 @@ class _Encoder:
         if depth > MAX_DEPTH:
             raise UsageError(
                 f"values are nested more than {MAX_DEPTH} levels deep; the outermost may contain itself",
-                advice="store a flatter value, or leave it out with skip=...",
+                advice=f"make it flatter, or leave it out{' of the state dict' if self.in_state else ''}",
                 **_at(parent, key),
             )
         return parent, key, depth
@@ -298,7 +318,7 @@ class _Encoder:
 
     def pairs(self, value: Mapping[Any, Any], here: _Place) -> list[Json]:
         # A key is encoded without on_tensor: tensors hash by identity, so one that is read back is never found again.
-        handlers, keys = self.handlers, _Encoder(None)
+        handlers, keys = self.handlers, _Encoder(None, in_state=self.in_state)
         key_handlers = keys.handlers
         return [
             [key_handlers[type(key)](keys, key, here, key), handlers[type(item)](self, item, here, key)]
@@ -306,13 +326,13 @@ class _Encoder:
         ]
 
     def elements(self, value: Iterable[Any], here: _Place) -> list[Json]:
-        keys = _Encoder(None)
+        keys = _Encoder(None, in_state=self.in_state)
         # Sorted, so that equal sets are stored as equal bytes: the order of iteration differs between processes.
         return sorted((keys.handlers[type(item)](keys, item, here, item) for item in value), key=json.dumps)
 
 
 def _encode_refuse(encoder: _Encoder, value: Any, parent: _Place, key: object) -> Json:
-    raise _unstorable(value, parent, key)
+    raise _unstorable(encoder, value, parent, key)
 
 
 def _encode_native(encoder: _Encoder, value: Any, parent: _Place, key: object) -> Json:
@@ -323,7 +343,7 @@ def _encode_int(encoder: _Encoder, value: int, parent: _Place, key: object) -> J
     if -0x8000000000000000 <= value <= 0x7FFFFFFFFFFFFFFF:
         return value
     if value.bit_length() > 4 * MAX_DIGITS:
-        raise _unstorable(value, parent, key, f": it has more than {MAX_DIGITS} hex digits")
+        raise _unstorable(encoder, value, parent, key, f": it has more than {MAX_DIGITS} hex digits")
     return {"$int": hex(value)}
 
 
@@ -355,7 +375,7 @@ def _encode_ordered_dict(encoder: _Encoder, value: OrderedDict[Any, Any], parent
     stored: dict[str, Json] = {"items": encoder.pairs(value, here)}
     for name, attribute in vars(value).items():
         if name != "_metadata":
-            raise _unstorable(value, parent, key, f" with its attribute {name!r}")
+            raise _unstorable(encoder, value, parent, key, f" with its attribute {name!r}")
         # torch's state dicts carry the versions of their modules here, and load_state_dict asks for them.
         stored["metadata"] = encoder.handlers[type(attribute)](encoder, attribute, here, name)
     return {"$ordereddict": stored}
@@ -363,7 +383,7 @@ def _encode_ordered_dict(encoder: _Encoder, value: OrderedDict[Any, Any], parent
 
 def _encode_counter(encoder: _Encoder, value: Counter[Any], parent: _Place, key: object) -> Json:
     for name in vars(value):
-        raise _unstorable(value, parent, key, f" with its attribute {name!r}")
+        raise _unstorable(encoder, value, parent, key, f" with its attribute {name!r}")
     return {"$counter": encoder.pairs(value, encoder.enter(parent, key))}
 
 
@@ -372,7 +392,7 @@ def _encode_default_dict(encoder: _Encoder, value: defaultdict[Any, Any], parent
     name = None if factory is None else getattr(factory, "__name__", "")
     if factory is not None and _FACTORIES.get(str(name)) is not factory:
         reason = f" with the factory {factory!r} (possible are {', '.join(_FACTORIES)})"
-        raise _unstorable(value, parent, key, reason)
+        raise _unstorable(encoder, value, parent, key, reason)
     return {"$defaultdict": {"factory": name, "items": encoder.pairs(value, encoder.enter(parent, key))}}
 
 
@@ -413,7 +433,7 @@ def _encode_range(encoder: _Encoder, value: range, parent: _Place, key: object) 
 def _encode_slice(encoder: _Encoder, value: slice, parent: _Place, key: object) -> Json:
     numbers = (value.start, value.stop, value.step)
     if any(number is not None and type(number) is not int for number in numbers):
-        raise _unstorable(value, parent, key, " with bounds that are not int or None")
+        raise _unstorable(encoder, value, parent, key, " with bounds that are not int or None")
     return {"$slice": [None if number is None else _encode_int(encoder, number, parent, key) for number in numbers]}
 
 
@@ -440,7 +460,7 @@ def _encode_zone(encoder: _Encoder, value: datetime.datetime | datetime.time, pa
     zoneinfo = sys.modules.get("zoneinfo")
     if zoneinfo is not None and type(zone) is zoneinfo.ZoneInfo and _ZONE.fullmatch(zone.key or ""):
         return {"zone": zone.key}
-    raise _unstorable(value, parent, key, f" with the time zone {zone!r}")
+    raise _unstorable(encoder, value, parent, key, f" with the time zone {zone!r}")
 
 
 def _encode_date(encoder: _Encoder, value: datetime.date, parent: _Place, key: object) -> Json:
@@ -454,7 +474,7 @@ def _encode_timedelta(encoder: _Encoder, value: datetime.timedelta, parent: _Pla
 def _encode_decimal(encoder: _Encoder, value: decimal.Decimal, parent: _Place, key: object) -> Json:
     text = str(value)
     if len(text) > MAX_DIGITS:
-        raise _unstorable(value, parent, key, f": it has more than {MAX_DIGITS} characters")
+        raise _unstorable(encoder, value, parent, key, f": it has more than {MAX_DIGITS} characters")
     return {"$decimal": text}
 
 
@@ -474,7 +494,7 @@ def _encode_tensor(encoder: _Encoder, value: Any, parent: _Place, key: object) -
     if encoder.on_tensor is None:
         raise UsageError(
             f"a tensor ('{_type_name(type(value))}') cannot be stored here",
-            advice="use .item() or .tolist(), or leave it out with skip=...",
+            advice=f"use .item() or .tolist(), or leave it out{' of the state dict' if encoder.in_state else ''}",
             **_at(parent, key),
         )
     return {"$tensor": encoder.on_tensor(_dotted(parent, key), value)}
@@ -495,21 +515,21 @@ def _encode_device(encoder: _Encoder, value: Any, parent: _Place, key: object) -
 def _encode_scalar(encoder: _Encoder, value: Any, parent: _Place, key: object) -> Json:
     kind, dtype = value.dtype.kind, value.dtype.str
     if type(value) is not value.dtype.type:
-        raise _unstorable(value, parent, key)
+        raise _unstorable(encoder, value, parent, key)
     # The text itself: numpy's own bytes of a str_ lose the zeros at its end.
     if kind == "U":
         return {"$scalar": {"dtype": "U", "data": _base64(str(value).encode("utf-8", "surrogatepass"))}}
     if kind == "S":
         return {"$scalar": {"dtype": "S", "data": _base64(bytes(value))}}
     if not _is_portable(value.dtype):
-        raise _unstorable(value, parent, key)
+        raise _unstorable(encoder, value, parent, key)
     return {"$scalar": {"dtype": dtype, "data": _base64(value.tobytes())}}
 
 
 def _encode_array(encoder: _Encoder, value: Any, parent: _Place, key: object) -> Json:
     dtype = value.dtype.str
     if not _is_portable(value.dtype):
-        raise _unstorable(value, parent, key, f" with the dtype {value.dtype}")
+        raise _unstorable(encoder, value, parent, key, f" with the dtype {value.dtype}")
     if value.nbytes <= MAX_INLINE_ARRAY_BYTES or encoder.on_tensor is None or value.dtype.kind not in _TORCH_KINDS:
         return {"$ndarray": {"dtype": dtype, "shape": list(value.shape), "data": _base64(value.tobytes())}}
     return {"$ndarray": {"dtype": dtype, "tensor": encoder.on_tensor(_dotted(parent, key), _torch_tensor(value))}}
@@ -525,7 +545,7 @@ def _encode_flag(encoder: _Encoder, value: enum.Flag, parent: _Place, key: objec
     if value._name_ in cls.__members__:
         names = [str(value._name_)]
     if _flag_bits(cls, names) != bits:
-        raise _unstorable(value, parent, key, f" with bits that no member has: {bits:#x}")
+        raise _unstorable(encoder, value, parent, key, f" with bits that no member has: {bits:#x}")
     return {"$type": {"name": _registered[cls].name, "value": list[Json](names)}}
 
 
@@ -536,13 +556,15 @@ def _encode_fields(encoder: _Encoder, value: Any, parent: _Place, key: object) -
     for attribute in getattr(value, "__dict__", ()):
         cached = isinstance(inspect.getattr_static(cls, attribute, None), functools.cached_property)
         if attribute not in names and not cached:
-            raise _unstorable(value, parent, key, f" with its attribute {attribute!r}, which is no declared field")
+            raise _unstorable(
+                encoder, value, parent, key, f" with its attribute {attribute!r}, which is no declared field"
+            )
     stored: dict[str, Json] = {}
     for field in names:
         try:
             item = getattr(value, field)
         except AttributeError as error:
-            raise _unstorable(value, parent, key, f": its field {field!r} is not set") from error
+            raise _unstorable(encoder, value, parent, key, f": its field {field!r} is not set") from error
         stored[field] = encoder.handlers[type(item)](encoder, item, here, field)
     return {"$type": {"name": name, "fields": stored}}
 
@@ -1089,9 +1111,10 @@ def _with_fields(decoder: _Decoder, cls: type, stored: dict[str, Any], parent: _
     kind, here = _registered[cls].kind, decoder.enter(parent, key)
     names = _field_names(cls, kind)
     if stored.keys() != set(names):
+        skip = "" if decoder.tensor is None else ", or leave its component out with LoadStrategy(skip=...)"
         raise StateMismatchError(
             f"the fields of '{_type_name(cls)}' are not those that were saved",
-            advice="declare the same fields, or leave it out with skip=...",
+            advice=f"declare the same fields{skip}",
             missing=[_dotted(here, name) for name in names if name not in stored],
             unexpected=[_dotted(here, name) for name in stored if name not in names],
             **_at(parent, key),
@@ -1173,6 +1196,22 @@ def _plain(value: Any, depth: int) -> Json:
         return shown(value[tag], depth)
     except (ArithmeticError, AttributeError, HoldfastError, LookupError, TypeError, ValueError, struct.error):
         return f"<malformed {tag}>"
+
+
+def _typed(value: Any, depth: int) -> str:
+    if depth > MAX_DEPTH:
+        return "<nested too deep>"
+    if isinstance(value, list):
+        return f"[{', '.join(_typed(item, depth + 1) for item in value)}]"
+    if not isinstance(value, dict):
+        return repr(value)
+    tag: Any = next(iter(value), None)
+    if len(value) != 1 or tag not in _SHOWN:
+        return f"{{{', '.join(f'{name!r}: {_typed(item, depth + 1)}' for name, item in value.items())}}}"
+    inner = value[tag]
+    if tag == "$scalar" and isinstance(inner, dict):
+        return f"numpy {inner.get('dtype')} {_plain(value, depth)}"
+    return f"{tag[1:]}({_typed(inner, depth + 1)})"
 
 
 def _plain_number(value: float) -> Json:

@@ -14,9 +14,12 @@ EventKind = Literal["started", "staged", "written", "committed", "failed", "rest
 class Event:
     """One thing that happened, on one rank.
 
-    kind: "started", "staged" (the training may change its tensors again), "written" (this rank's part is durable),
+    kind: "started", "staged" (the training may change its tensors again; not when all is written before `save`
+        returns, as in sync mode or past the staging limit), "written" (this rank's part is durable),
         "committed" (the checkpoint exists), "failed", "restored", "pruned" (removed, as `keep` says; leader only).
-    seconds: since the save or restore began. phases: how long each part of it took so far, by name.
+    seconds: since the save or restore began. phases: how long each part of it took so far, by name. A save has "wait"
+        (for the one before it), "capture", "agree", "stage", "copy" (from a device), "write" and "commit"; a restore
+        has "wait", "resolve", "fit", "read" (which checks, too) and "restore" (what the components themselves take).
     size_bytes: what this rank staged or wrote; of the last four, the whole checkpoint.
     """
 

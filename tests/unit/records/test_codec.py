@@ -418,10 +418,75 @@ def test_what_cannot_be_stored_is_refused_by_type_and_place(name: str, where: st
     value, type_name = REFUSED[name].value, REFUSED[name].type_name
     inside = {"list": [0, value], "tuple": (0, value), "dict": {"1": value}, "other dict": {1: value}}
     holder, leaf = (Cursor(1, value), "loader.it.inner") if where == "dataclass" else (inside[where], "loader.it.1")
-    with pytest.raises(UsageError, match=r"leave it out with skip=") as caught:
+    with pytest.raises(UsageError, match=r"leave it out of the state dict") as caught:
         codec.encode({"it": holder}, path="loader", on_tensor=Tensors().put)
     assert caught.value.problem.startswith(f"a value of type '{type_name}' cannot be stored")
     assert (caught.value.component, caught.value.leaf) == ("loader", leaf)
+
+
+BOTTOMLESS: Any = "x"
+for _ in range(codec.MAX_DEPTH + 1):
+    BOTTOMLESS = [BOTTOMLESS]
+
+
+@pytest.mark.parametrize(
+    ("value", "in_a_state", "passed"),
+    [
+        (
+            object(),
+            "put plain values in its place, or leave it out of the state dict",
+            "pass plain values in its place, or leave it out",
+        ),
+        (
+            torch.nn.Linear(1, 1),
+            "put its state_dict() in its place, or leave it out of the state dict",
+            "pass plain values in its place, or leave it out",
+        ),
+        (
+            UnregisteredEnum.ONE,
+            "register its class with holdfast.register_type, put plain values in its place, or leave it out of the "
+            "state dict",
+            "register its class with holdfast.register_type, pass plain values in its place, or leave it out",
+        ),
+        (
+            Bits(3),
+            "put plain values in its place, or leave it out of the state dict",
+            "pass plain values in its place, or leave it out",
+        ),
+        (
+            {torch.zeros(1): 1},
+            "use .item() or .tolist(), or leave it out of the state dict",
+            "use .item() or .tolist(), or leave it out",
+        ),
+        (
+            {object(): 1},
+            "put plain values in its place, or leave it out of the state dict",
+            "pass plain values in its place, or leave it out",
+        ),
+        (BOTTOMLESS, "make it flatter, or leave it out of the state dict", "make it flatter, or leave it out"),
+    ],
+    ids=["object", "module", "enum", "registered", "tensor as a key", "object as a key", "too deep"],
+)
+def test_the_advice_is_for_where_the_value_stands(value: object, in_a_state: str, passed: str) -> None:
+    for on_tensor, advice in ((Tensors().put, in_a_state), (None, passed)):
+        with pytest.raises(UsageError) as caught:
+            codec.encode({"a": value}, path="x", on_tensor=on_tensor)
+        assert caught.value.advice == advice
+
+
+@pytest.mark.parametrize(
+    ("tensor", "advice"),
+    [
+        (None, "declare the same fields"),
+        (Tensors().get, "declare the same fields, or leave its component out with LoadStrategy(skip=...)"),
+    ],
+)
+def test_only_state_can_be_left_out_when_it_is_read(tensor: Any, advice: str) -> None:
+    stored = codec.encode(Cursor(1, 2), path="x", on_tensor=None)
+    stored["$type"]["fields"].pop("inner")  # type: ignore[index, call-overload, union-attr]
+    with pytest.raises(StateMismatchError) as caught:
+        codec.decode(stored, path="x", tensor=tensor)
+    assert caught.value.advice == advice
 
 
 def test_a_tensor_without_a_place_for_it_is_refused() -> None:
@@ -686,6 +751,19 @@ def test_plain_reads_well_without_types() -> None:
     assert codec.plain({"$tuple": 1}) == "<malformed $tuple>"
 
 
+def test_typed_says_what_plain_leaves_out() -> None:
+    def shown(value: object) -> Any:
+        return codec.typed(codec.encode(value, path="root", on_tensor=lambda name, tensor: name))
+
+    assert shown((1, [2, "2"])) == "tuple([1, [2, '2']])"
+    assert shown({"a": {3}, "b": None}) == "{'a': set([3]), 'b': None}"
+    assert shown({1: "x"}) == "dict([[1, 'x']])"
+    assert shown([np.float32(0.5), 0.5, Decimal("0.5")]) == "[numpy <f4 0.5, 0.5, decimal('0.5')]"
+    assert codec.typed({"$foo": 1}) == "{'$foo': 1}"
+    assert codec.typed({"$scalar": 1}) == "scalar(1)"
+    assert codec.typed(BOTTOMLESS).count("[") == codec.MAX_DEPTH + 1
+
+
 # --- properties -------------------------------------------------------------------------------------------------------
 
 scalars = (
@@ -770,6 +848,7 @@ def json_containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 @given(st.recursive(json_scalars, json_containers, max_leaves=10))
 def test_decoding_anything_gives_a_value_or_a_holdfast_error(value: Any) -> None:
     codec.plain(value)
+    codec.typed(value)
     try:
         result = codec.decode(value, path="x", tensor=lambda name: torch.zeros(2))
     except HoldfastError as error:
