@@ -22,7 +22,7 @@ import msgspec
 
 from holdfast.arena import Arena
 from holdfast.catalog import Checkpoint
-from holdfast.errors import HoldfastError, RankError, SaveFailedError, error_from_record, error_record
+from holdfast.errors import HoldfastError, RankError, SaveFailedError, UsageError, error_from_record, error_record
 from holdfast.ranks import Ranks
 from holdfast.records.events import Event, EventKind
 from holdfast.records.images import Answer, Commit, Committed, Discard, Discarded, Failed, Written
@@ -66,6 +66,7 @@ class PendingSave:
         self._rank = rank
         self._watcher = watcher
         self._saved: Saved | None = None
+        self._worker: int | None = None
         self._staged = threading.Event()
         self._done = threading.Event()
 
@@ -96,6 +97,14 @@ class PendingSave:
         self._staged.set()
         self.tell("staged", size_bytes=self.size_bytes)
 
+    def mark_worker(self) -> None:
+        """This thread carries it out, so it cannot wait for it."""
+        self._worker = threading.get_ident()
+
+    def mark_saved(self, saved: Saved) -> None:
+        """The outcome is certain. What is told of it may ask for it, before anybody else hears."""
+        self._saved = saved
+
     def succeed(self, saved: Saved) -> None:
         self._saved = saved
         self._end()
@@ -108,12 +117,20 @@ class PendingSave:
         self.tell("failed", error=str(error))
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Whether it came to its end within that time. Raises nothing."""
-        return self._done.wait(timeout_seconds)
+        """Whether it came to its end within that time."""
+        if self._worker != threading.get_ident() or self._done.is_set():
+            return self._done.wait(timeout_seconds)
+        if self._saved is None:
+            raise UsageError(
+                "what is called with an event waits for the save that it is told of",
+                step=self.step,
+                advice="wait for it in the training, or when it is told to be committed",
+            )
+        return True
 
     def result(self) -> Saved:
         """The outcome, or the failure, which counts as heard then."""
-        self._done.wait()
+        self.wait()
         if self.error is not None:
             self.heard = True
             raise self.error
@@ -214,6 +231,7 @@ class Behind:
     def run(self) -> None:
         """Return when the save came to its end, which the pending save then says."""
         pending = self._pending
+        pending.mark_worker()
         try:
             saved = self._agree()
             if saved.error is not None:
@@ -222,6 +240,7 @@ class Behind:
             self._conclude(None)
             pending.fail(as_save_error(error, pending.step))
         else:
+            pending.mark_saved(saved)
             self._conclude(saved)
             pending.succeed(saved)
 

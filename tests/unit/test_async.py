@@ -336,6 +336,17 @@ def test_events_say_what_happened_and_how_long_it_took(tmp_path: Path) -> None:
     assert 0 < sum(committed.phases.values()) <= committed.seconds + 1
 
 
+@pytest.mark.parametrize("options", [{"mode": "sync"}, {"mode": "async"}, {"mode": "async", "staging_limit_bytes": 1}])
+def test_written_says_how_much(tmp_path: Path, options: dict[str, Any]) -> None:
+    events: list[holdfast.Event] = []
+    with holdfast.CheckpointManager(tmp_path, {"model": nn.Linear(9, 9)}, on_event=events.append, **options) as manager:
+        manager.save(1)
+    written, committed = events[-2:]
+    assert (written.kind, committed.kind) == ("written", "committed")
+    assert written.size_bytes == committed.size_bytes > 81 * 4
+    assert ("staged" in [event.kind for event in events]) == (options == {"mode": "async"})
+
+
 def test_an_observer_that_raises_breaks_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def observe(event: holdfast.Event) -> None:
         raise RuntimeError("the observer is broken")
@@ -343,6 +354,32 @@ def test_an_observer_that_raises_breaks_nothing(tmp_path: Path, caplog: pytest.L
     with holdfast.CheckpointManager(tmp_path, {"h": Holder(torch.ones(3))}, on_event=observe) as manager:
         assert manager.save(0).wait().step == 0
     assert "the observer is broken" in caplog.text
+
+
+def test_an_observer_may_use_the_manager_but_not_wait_for_what_it_hinders(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    said: list[Any] = []
+    made: list[Any] = []
+
+    def observe(event: holdfast.Event) -> None:
+        if event.kind == "written":
+            made[0].wait()
+        if event.kind == "committed":
+            made[0].tag("latest", "seen")
+            made[0].wait()
+            said.append(made[0].peek().tags)
+
+    storage = MemoryStorage()
+    manager = holdfast.CheckpointManager(
+        "run", {"h": Holder(torch.ones(10))}, storage=storage, mode="async", on_event=observe
+    )
+    made.append(manager)
+    handle = manager.save(1)
+    wait_for(handle.done)
+    manager.close()
+    assert said == [("seen",)]
+    assert "waits for the save that it is told of" in caplog.text
 
 
 def test_the_mode_that_auto_chose_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
