@@ -60,7 +60,9 @@ def verify(
 
 def retention(run: Location, keep: KeepPolicy) -> list[Decision]:
     """What a policy would keep of a run and what it would remove, each with its reasons. Does nothing."""
-    return Housekeeper(_whole_run(run), keep=_checked(keep)).plan()
+    keep, catalog = _checked(keep), _whole_run(run)
+    _require_metrics(keep, catalog)
+    return Housekeeper(catalog, keep=keep).plan()
 
 
 def prune(run: Location, keep: KeepPolicy) -> list[Decision]:
@@ -69,11 +71,11 @@ def prune(run: Location, keep: KeepPolicy) -> list[Decision]:
     Only where nobody writes: a run that is being trained is a RunInUseError, and its own manager prunes it.
     """
     keep, catalog = _checked(keep), _whole_run(run)
-    lease = Lease.acquire(catalog.storage, from_this_process=False)
+    _require_metrics(keep, catalog)
+    lease = Lease.acquire(catalog.storage, from_this_process=False, close_attempts=catalog.close_attempts)
     try:
-        catalog.close_attempts(lease.number)
         # The links are the training's own, and stay as far as they lead anywhere.
-        return Housekeeper(catalog, keep=keep, links=None, may_write=lease.require).tidy()
+        return Housekeeper(catalog, keep=keep, links=False, may_write=lease.require).tidy()
     finally:
         lease.release()
 
@@ -91,6 +93,21 @@ def _checked(keep: object) -> KeepPolicy:
     if not isinstance(keep, KeepPolicy):
         raise UsageError(f"keep={keep!r:.100}", advice="give a policy such as KeepLast(3), or several with |")
     return keep
+
+
+def _require_metrics(keep: KeepPolicy, catalog: Catalog) -> None:
+    """A manager that keeps by a metric that no checkpoint has only warns: it may be reported late. Here it is a name
+    that was spelled wrong, and what should have been kept as the best would go."""
+    if not keep.metrics:
+        return
+    known = {name for found in catalog.scan().checkpoints if not found.damage for name in found.metrics}
+    for metric, _ in keep.metrics:
+        if metric not in known:
+            raise UsageError(
+                f"no checkpoint has the metric '{metric}'",
+                run=catalog.storage.url,
+                advice=f"there are: {', '.join(sorted(known)) or 'none'}",
+            )
 
 
 def build_train_state(components: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from holdfast.errors import (
 from holdfast.identity import this_process
 from holdfast.records import layout
 from holdfast.records.codec import decode
+from holdfast.records.facts import STATE_DICT_NOTE
 from holdfast.records.manifest import (
     FORMAT,
     MAX_MANIFEST_BYTES,
@@ -44,7 +45,7 @@ from holdfast.records.manifest import (
     is_abandoned,
 )
 from holdfast.records.notes import Note, Notes, decode_note, encode_note, note_key, parse_note_name, sum_up
-from holdfast.records.selector import Selector
+from holdfast.records.selector import Ranking, Selector
 from holdfast.records.wire import from_json
 from holdfast.storage.base import Storage
 
@@ -110,7 +111,9 @@ class Checkpoint:
 
     @cached_property
     def extra(self) -> Mapping[str, Any]:
-        return self._each_decoded("extra", self.head.extra)
+        """What the save said. How a plain state dict was laid out is noted beside it, and no user's."""
+        said = {key: value for key, value in self.head.extra.items() if key != STATE_DICT_NOTE}
+        return self._each_decoded("extra", said)
 
     @cached_property
     def config(self) -> Any:
@@ -177,12 +180,13 @@ class Skipped:
 @dataclass(frozen=True, slots=True)
 class Scan:
     """What a run holds: its checkpoints, the latest first; attempts that nothing committed, and, of these, those that
-    were closed for good; damaged manifests."""
+    were closed for good; damaged manifests; what `best` means in it."""
 
     checkpoints: tuple[Checkpoint, ...]
     attempts: tuple[str, ...]
     damaged: tuple[Skipped, ...]
     closed: tuple[str, ...] = ()
+    ranking: Ranking = ()
 
 
 class _RunRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,10 +196,14 @@ class _RunRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Catalog:
-    """The checkpoints of one run."""
+    """The checkpoints of one run.
 
-    def __init__(self, storage: Storage) -> None:
+    ranking: what `best` means, where that is known better than by the newest checkpoint that says it.
+    """
+
+    def __init__(self, storage: Storage, *, ranking: Ranking = ()) -> None:
         self.storage = storage
+        self._ranking = ranking
         # What a manifest's bytes mean, by their digest: they are read each time, because they alone are the truth, but
         # a manifest of many thousand tensors is taken apart only once. Several threads may use one catalog: these are
         # only ever looked through as a list made at once.
@@ -208,12 +216,12 @@ class Catalog:
     def scan(self) -> Scan:
         """Look at every folder of the run. Foreign names are passed over."""
         checkpoints, attempts, damaged, closed = [], [], [], []
-        notes = self._notes()
+        notes = self._notes_by_folder()
         for entry in self.storage.entries(""):
             if not entry.is_folder or layout.parse_folder(entry.name) is None:
                 continue
             try:
-                checkpoints.append(_annotated(self.read(entry.name), notes))
+                checkpoints.append(self._annotated(self.read(entry.name), notes))
             except AttemptClosedError:
                 closed.append(entry.name)
                 attempts.append(entry.name)
@@ -225,7 +233,8 @@ class Catalog:
         present = {checkpoint.digest for checkpoint in checkpoints}
         self._known = {key: found for key, found in list(self._known.items()) if found.digest in present}
         checkpoints.sort(key=lambda checkpoint: (checkpoint.sequence, checkpoint.head.created), reverse=True)
-        return Scan(tuple(checkpoints), tuple(attempts), tuple(damaged), tuple(closed))
+        ranking = self._ranking or next(filter(None, (found.head.ranking for found in checkpoints)), ())
+        return Scan(tuple(checkpoints), tuple(attempts), tuple(damaged), tuple(closed), ranking)
 
     def read(self, folder: str) -> Checkpoint:
         """The checkpoint in a folder; a KeyMissingError when nothing was committed there."""
@@ -335,10 +344,10 @@ class Catalog:
         self.storage.sync("")
         return record.run_id
 
-    def claim(self, step: int, world_size: int, *, lease: int = 0) -> tuple[str, str]:
+    def claim(self, step: int, world_size: int, *, lease: int = 0, first: int = 1) -> tuple[str, str]:
         """Take the next free name for an attempt at a step, and the claim that is laid down in it. Two that try at once
-        get two names."""
-        attempt = self.attempts().get(step, 0) + 1
+        get two names. `first`: the lowest number that the attempt may have."""
+        attempt = max(self.attempts().get(step, 0) + 1, first)
         while True:
             folder = layout.folder_name(step, attempt)
             try:
@@ -430,25 +439,61 @@ class Catalog:
 
     def annotated(self, checkpoint: Checkpoint) -> Checkpoint:
         """The checkpoint with what is said of it by now."""
-        return _annotated(checkpoint, self._notes())
+        return self._annotated(checkpoint, self._notes_by_folder())
 
     def note_names(self) -> list[str]:
         return [entry.name for entry in self.storage.entries(layout.NOTES)]
 
-    def _notes(self) -> dict[str, list[Note]]:
-        """All notes by the folder that they are about, in order. One that cannot be read is no more than a note."""
-        found: dict[str, list[Note]] = {}
-        kept: dict[str, Note] = {}
-        parsed = [(name, parse_note_name(name)) for name in self.note_names()]
+    def remove_lost_notes(self, names: Sequence[str], scan: Scan) -> None:
+        """Remove those of these notes whose checkpoint is gone. They must have been listed before the scan: what a note
+        is about was committed before it, so what the scan does not find then was removed, and will not come back."""
+        standing = {found.folder: found.digest for found in scan.checkpoints}
+        for name in names:
+            parsed = parse_note_name(name)
+            if parsed is None:
+                continue
+            if parsed.folder in standing:
+                note = self._known_notes.get(name)  # as the scan has found it
+                lost = note is not None and note.checkpoint != standing[parsed.folder]
+            else:
+                lost = self.is_gone(parsed.folder, scan)
+            if lost:
+                self.storage.delete(layout.key(layout.NOTES, name))
+
+    def is_gone(self, folder: str, scan: Scan) -> bool:
+        """Whether a folder holds no checkpoint and never will: it is not there, or was closed for good. What holds
+        anything else may be under way, or only cannot be read now."""
+        return folder in scan.closed or not self.storage.entries(folder)
+
+    def _notes_by_folder(self) -> dict[str, list[str]]:
+        """The names of all notes by the folder that they are about, in order."""
+        found: dict[str, list[str]] = {}
+        names = self.note_names()
+        parsed = [(name, parse_note_name(name)) for name in names]
         for name, told in sorted(((n, p) for n, p in parsed if p is not None), key=lambda pair: pair[1].number):
-            note = self._known_notes.get(name) or self._read_note(name)
-            if note is not None:
-                kept[name] = note
-                found.setdefault(told.folder, []).append(note)
-        self._known_notes = kept
+            found.setdefault(told.folder, []).append(name)
+        present = set(names)
+        self._known_notes = {name: note for name, note in list(self._known_notes.items()) if name in present}
         return found
 
+    def _annotated(self, checkpoint: Checkpoint, names: Mapping[str, list[str]]) -> Checkpoint:
+        notes = [self._note_on(checkpoint, name) for name in names.get(checkpoint.folder, ())]
+        found = tuple(note for note in notes if note is not None)
+        return replace(checkpoint, notes=found) if found else checkpoint
+
+    def _note_on(self, checkpoint: Checkpoint, name: str) -> Note | None:
+        """A note, if it is on this checkpoint. One on another may since have gone, and its name been given again."""
+        note = self._known_notes.get(name)
+        if note is None or note.checkpoint != checkpoint.digest:
+            self._known_notes.pop(name, None)
+            note = self._read_note(name)
+        if note is None:
+            return None
+        self._known_notes[name] = note
+        return note if note.checkpoint == checkpoint.digest else None
+
     def _read_note(self, name: str) -> Note | None:
+        """One that cannot be read is no more than a note."""
         try:
             return decode_note(self.storage.read(layout.key(layout.NOTES, name), _MAX_RUN_BYTES))
         except KeyMissingError:
@@ -571,11 +616,6 @@ def line_after(line: Sequence[Checkpoint]) -> tuple[tuple[int, int], ...]:
     return ranges
 
 
-def _annotated(checkpoint: Checkpoint, notes: Mapping[str, list[Note]]) -> Checkpoint:
-    found = tuple(note for note in notes.get(checkpoint.folder, ()) if note.checkpoint == checkpoint.digest)
-    return replace(checkpoint, notes=found) if found else checkpoint
-
-
 def choose(scan: Scan, selector: Selector) -> Checkpoint | None:
     """The checkpoint that a selector means among those of a scan."""
     if selector.kind == "step":
@@ -598,7 +638,8 @@ def set_aside(scan: Scan) -> list[Skipped]:
 
 def _best(scan: Scan, selector: Selector) -> Checkpoint | None:
     sound = [found for found in scan.checkpoints if not found.damage]
-    return best_of(sound, selector.name or _only_metric(scan), selector.mode)
+    metric = selector.name or _only_metric(scan)
+    return best_of(sound, metric, selector.mode or dict(scan.ranking).get(metric, "min"))
 
 
 def best_of(among: Sequence[Checkpoint], metric: str, mode: str) -> Checkpoint | None:
@@ -614,6 +655,9 @@ def best_of(among: Sequence[Checkpoint], metric: str, mode: str) -> Checkpoint |
 
 
 def _only_metric(scan: Scan) -> str:
+    """The metric that `best` goes by where it names none: the first that the training keeps by, or the only one."""
+    if scan.ranking:
+        return scan.ranking[0][0]
     names = {name for checkpoint in scan.checkpoints for name in checkpoint.metrics}
     if len(names) > 1:
         raise CheckpointNotFoundError(

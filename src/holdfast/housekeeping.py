@@ -19,7 +19,7 @@ from typing import Any
 
 from holdfast.background import Backstage
 from holdfast.catalog import Catalog, Checkpoint, Scan, best_of
-from holdfast.errors import HoldfastError, StorageError, UsageError
+from holdfast.errors import CheckpointNotFoundError, HoldfastError, KeyMissingError, StorageError, UsageError
 from holdfast.identity import Identity, is_alive
 from holdfast.lease import Readers
 from holdfast.policies import KeepPolicy, Record
@@ -41,8 +41,9 @@ class Housekeeper:
     """Tidies one run, whenever it is asked to.
 
     keep: None keeps everything. links: whether there are links for people, and after which template one for each
-    checkpoint; None makes none, and removes those that would lead to what goes. may_write: raises when this process is
-    not the run's writer any more. in_use: digests of checkpoints that the training itself still needs.
+    checkpoint; without them, those that are there stay as long as they lead somewhere. may_write: raises when this
+    process is not the run's writer any more. in_use: digests of checkpoints that the training itself still needs.
+    one_start: what has nothing in common with the newest is another start's, and stays.
     """
 
     def __init__(
@@ -50,14 +51,16 @@ class Housekeeper:
         catalog: Catalog,
         *,
         keep: KeepPolicy | None,
-        links: bool | LinkTemplate | None = True,
+        links: bool | LinkTemplate = True,
         may_write: Callable[[], None] = lambda: None,
         in_use: Callable[[], set[str | None]] = set,
+        one_start: bool = False,
         tell: Callable[[Event], None] = lambda event: None,
     ) -> None:
         self._catalog = catalog
         self._keep = keep
         self._links = links
+        self._one_start = one_start
         self._may_write = may_write
         self._in_use = in_use
         self._tell = tell
@@ -67,7 +70,6 @@ class Housekeeper:
         self._cleared = False
         self._waiting = threading.Event()
         self._durable: set[str] = set()
-        self._damaged: dict[Checkpoint, str] = {}
         self._suspected: dict[Checkpoint, str] = {}
         self._lock = threading.Lock()
         self._said_unknown = False
@@ -91,14 +93,9 @@ class Housekeeper:
         """Do something of the caller's in the same thread, in its turn."""
         self._backstage.do(lambda: self._try(work))
 
-    def set_aside(self, damaged: Mapping[Checkpoint, str]) -> None:
-        """Have it written down, when this process next tidies, that these were found to be damaged: nobody shall count
-        on them, and nobody remove them before somebody has looked at them."""
-        self._damaged.update(damaged)
-
     def suspect(self, damaged: Mapping[Checkpoint, str]) -> None:
-        """The same, of what was found to be so once: it is looked at again first. What could not be read for a moment
-        is not damaged."""
+        """Have these looked at again when this process next tidies: what could not be read for a moment is not damaged.
+        Of what is, it is written down: nobody shall count on it, nor remove it before somebody has looked at it."""
         self._suspected.update(damaged)
 
     def wait(self) -> None:
@@ -118,11 +115,14 @@ class Housekeeper:
         self.do_behind(self.clear_debris)
 
     def clear_debris(self) -> None:
-        """Remove what abandoned attempts and deletions that were cut short left behind."""
+        """Remove what abandoned attempts and deletions that were cut short left behind, and notes on what is gone."""
         self._may_write()
         self._note_damage()
         self._readers.sweep()
-        self._collect(self._catalog.scan())
+        said = self._catalog.note_names()
+        scan = self._catalog.scan()
+        self._collect(scan)
+        self._catalog.remove_lost_notes(said, scan)
         for folder in list(self._doomed):
             self._clear(folder)
         self._cleared = True
@@ -136,12 +136,13 @@ class Housekeeper:
             plan = self._plan(scan)
             gone = {decision.folder for decision in plan if not decision.keep}
             kept = [found for found in scan.checkpoints if found.folder not in gone]
-            # The links first: none may lead to what is about to go.
+            # The links first: none of ours may lead to what is about to go.
             self._point(kept)
             going = [found for found in reversed(scan.checkpoints) if found.folder in gone]
             if going:
                 self._make_durable(kept)
             if all(self._remove(checkpoint, said) for checkpoint in going):
+                self._unpoint_lost(scan)
                 return plan
 
     def _make_durable(self, kept: Sequence[Checkpoint]) -> None:
@@ -153,10 +154,20 @@ class Housekeeper:
                 self._durable.add(checkpoint.digest)
 
     def note(self, checkpoint: Checkpoint, **said: Any) -> None:
-        """Write something down about a checkpoint, but not while one is being removed."""
+        """Write something down about a checkpoint, but not while one is being removed. One that was is not found."""
         with self._lock:
-            self._catalog.read(checkpoint.folder)
+            self._require(checkpoint)
             self._catalog.note(checkpoint, **said)
+
+    def _require(self, checkpoint: Checkpoint) -> None:
+        try:
+            found = self._catalog.read(checkpoint.folder)
+        except KeyMissingError:
+            found = None
+        if found != checkpoint:
+            raise CheckpointNotFoundError(
+                f"{checkpoint.folder} was removed meanwhile", run=self._catalog.storage.url, step=checkpoint.step
+            )
 
     def _try(self, work: Callable[[], object]) -> None:
         try:
@@ -173,12 +184,8 @@ class Housekeeper:
             checkpoint, damage = next(iter(self._suspected.items()))
             # By one thread: the training goes on beside it.
             if not verify(checkpoint, threads=1).ok:
-                self._damaged[checkpoint] = damage
+                self._catalog.note(checkpoint, damage=damage)
             del self._suspected[checkpoint]
-        while self._damaged:
-            checkpoint, damage = next(iter(self._damaged.items()))
-            self._catalog.note(checkpoint, damage=damage)
-            del self._damaged[checkpoint]
 
     # What stays
 
@@ -187,12 +194,18 @@ class Housekeeper:
             return [Decision(found.folder, found.step, True, ("everything is kept",)) for found in scan.checkpoints]
         self._warn_of_unknown_metrics(scan)
         scan = replace(scan, checkpoints=tuple(self._as_found(found) for found in scan.checkpoints))
-        records = records_of(scan, self._catalog, reading=self._readers.folders(), in_use=self._in_use())
+        records = records_of(
+            scan,
+            self._catalog,
+            reading=self._readers.folders(),
+            in_use=self._in_use(),
+            one_start=self._one_start,
+        )
         return retain(records, self._keep)
 
     def _as_found(self, checkpoint: Checkpoint) -> Checkpoint:
         """With the damage that is not written down yet."""
-        damage = self._damaged.get(checkpoint, self._suspected.get(checkpoint))
+        damage = self._suspected.get(checkpoint)
         if damage is None:
             return checkpoint
         return replace(
@@ -273,17 +286,46 @@ class Housekeeper:
     # Links
 
     def _point(self, kept: Sequence[Checkpoint]) -> None:
-        if self._links is False or not hasattr(self._catalog.storage, "point"):
+        """Make the links that there shall be, and remove others that are made here, by their names."""
+        storage: Any = self._catalog.storage
+        if self._links is False or not hasattr(storage, "point"):
             return
-        if self._links is None:
-            self._unpoint_all_but({checkpoint.folder for checkpoint in kept})
+        wanted = self._wanted(kept)
+        try:
+            present = storage.links()
+            for name, target in wanted.items():
+                if present.get(name) != target:
+                    storage.point(name, target)
+            for name, target in present.items():
+                if name not in wanted and self._is_ours(name, target):
+                    storage.unpoint(name)
+        except StorageError as error:
+            logger.warning("the links could not be moved: %s", error)
+
+    def _unpoint_lost(self, scan: Scan) -> None:
+        """Remove links to what is no checkpoint any more: they were made for one, after whatever template, and lead
+        nowhere. Not before it is gone: it may still stay, and the link be somebody's own."""
+        storage: Any = self._catalog.storage
+        if not hasattr(storage, "point"):
             return
+        try:
+            for name, target in storage.links().items():
+                if layout.parse_folder(target) is not None and self._is_lost(target, scan):
+                    storage.unpoint(name)
+        except StorageError as error:
+            logger.warning("links that lead nowhere could not be removed: %s", error)
+
+    def _is_lost(self, folder: str, scan: Scan) -> bool:
+        return folder in self._doomed or self._catalog.is_gone(folder, scan)
+
+    def _wanted(self, kept: Sequence[Checkpoint]) -> dict[str, str]:
+        """The links that there shall be, each with the folder that it leads to."""
         sound = [checkpoint for checkpoint in kept if not checkpoint.damage]
         wanted = {layout.LATEST_LINK: sound[0].folder} if sound else {}
         wanted |= self._best(sound)
         if isinstance(self._links, LinkTemplate):
             wanted |= self._named(kept, self._links)
-        self._move(wanted)
+        return wanted
 
     def _best(self, sound: Sequence[Checkpoint]) -> dict[str, str]:
         """`best`, and one for each metric when there are several. The first one that is kept by is `best`."""
@@ -307,33 +349,8 @@ class Housekeeper:
                 logger.debug("no link for step %d: %s", checkpoint.step, error)
         return found
 
-    def _move(self, wanted: Mapping[str, str]) -> None:
-        storage: Any = self._catalog.storage
-        try:
-            present = storage.links()
-            for name, target in wanted.items():
-                if present.get(name) != target:
-                    storage.point(name, target)
-            for name, target in present.items():
-                if name not in wanted and self._is_ours(name, target):
-                    storage.unpoint(name)
-        except StorageError as error:
-            logger.warning("the links could not be moved: %s", error)
-
-    def _unpoint_all_but(self, folders: set[str]) -> None:
-        """Remove every link that would lead to a checkpoint that is not there any more."""
-        storage: Any = self._catalog.storage
-        if not hasattr(storage, "unpoint"):
-            return
-        try:
-            for name, target in storage.links().items():
-                if layout.parse_folder(target) is not None and target not in folders:
-                    storage.unpoint(name)
-        except StorageError as error:
-            logger.warning("the links could not be moved: %s", error)
-
     def _is_ours(self, name: str, target: str) -> bool:
-        """Whether a link that is not wanted is one that this made: only those may go."""
+        """Whether a link that is not wanted is one that this made: of those that lead somewhere only they may go."""
         if layout.parse_folder(target) is None:
             return False
         if name == layout.BEST_LINK or name.startswith(f"{layout.BEST_LINK}-"):
@@ -349,11 +366,18 @@ def _reads(template: LinkTemplate, name: str) -> bool:
 
 
 def records_of(
-    scan: Scan, catalog: Catalog, *, reading: Set[str] = frozenset(), in_use: Set[str | None] = frozenset()
+    scan: Scan,
+    catalog: Catalog,
+    *,
+    reading: Set[str] = frozenset(),
+    in_use: Set[str | None] = frozenset(),
+    one_start: bool = False,
 ) -> list[Record]:
-    """The checkpoints of a run as retention sees them."""
+    """The checkpoints of a run as retention sees them. With `one_start` those that have nothing in common with the
+    newest are shielded."""
     newest = next((found for found in scan.checkpoints if not found.damage), None)
     line = {found.folder for found in catalog.lineage(newest.digest, scan)} if newest is not None else set()
+    start = _start_of(newest) if one_start and newest is not None else None
     return [
         Record(
             folder=found.folder,
@@ -363,20 +387,29 @@ def records_of(
             metrics=_metrics(found),
             tags=found.tags,
             on_line=found.folder in line,
-            shield=_shield(found, reading, in_use),
+            shield=_shield(found, reading, in_use, start),
             counts=not found.damage,
         )
         for found in scan.checkpoints
     ]
 
 
-def _shield(checkpoint: Checkpoint, reading: Set[str], in_use: Set[str | None]) -> str:
+def _start_of(checkpoint: Checkpoint) -> int | None:
+    """The number of the first checkpoint that one goes back to; None where it does not say."""
+    if checkpoint.head.line:
+        return checkpoint.head.line[0][0]
+    return checkpoint.sequence if checkpoint.parent is None else None
+
+
+def _shield(checkpoint: Checkpoint, reading: Set[str], in_use: Set[str | None], start: int | None) -> str:
     if checkpoint.damage:
         return f"damaged, kept aside: {checkpoint.damage}"
     if checkpoint.folder in reading:
         return "somebody reads it"
     if checkpoint.digest in in_use:
         return "this training continues from it"
+    if start is not None and _start_of(checkpoint) not in (start, None):
+        return "of another start of the run"
     return ""
 
 

@@ -26,6 +26,7 @@ from holdfast.records import layout
 from holdfast.records.codec import Json
 from holdfast.records.facts import Facts, Listing
 from holdfast.records.manifest import MeshRecord, TensorRecord, TreeRecord
+from holdfast.records.selector import Ranking
 from holdfast.records.state import Brief, Duty, FrozenEntry, Inventory, SavePlan
 from holdfast.stages.plan import GlobalPlan, frozen_guards, plan
 from holdfast.survivors import wait_for_survivors
@@ -56,6 +57,8 @@ class SaveRequest:
     assets: Sequence[Path] = ()
     links: bool = True
     epoch: int | None = None
+    again: bool = False
+    ranking: Ranking = ()
 
 
 class Leader:
@@ -100,7 +103,7 @@ class Leader:
         if self._lease is not None:
             # First of all: what is committed now may be another writer's.
             self._lease.require()
-        folder = self._committed_at(request)
+        folder = None if request.again else self._committed_at(request)
         if folder is not None:
             return SavePlan(folder, committed=True)
         self._briefs, self._frozen = briefs, [entry for brief in briefs for entry in brief.frozen]
@@ -144,6 +147,7 @@ class Leader:
             lease=self.lease,
             links=request.links,
             epoch=request.epoch,
+            ranking=request.ranking,
             versions={"holdfast": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
         )
 
@@ -166,8 +170,7 @@ class Leader:
                 return
             # What a writer without its training is about to commit comes before us, and is not taken from it.
             wait_for_survivors(self._catalog, self._timeout_seconds / 2)
-            self._lease = Lease.acquire(self._catalog.storage)
-            self._catalog.close_attempts(self._lease.number)
+            self._lease = Lease.acquire(self._catalog.storage, close_attempts=self._catalog.close_attempts)
             self.forget()
 
     def release_run(self) -> None:
@@ -196,7 +199,8 @@ class Leader:
         streamed = not self._claims and self._must_stream()
         if self._claims or streamed:
             self._catalog.open_run()
-            folder, claim = self._catalog.claim(request.step, self._size, lease=self.lease)
+            first = self._first_attempt(request.step)
+            folder, claim = self._catalog.claim(request.step, self._size, lease=self.lease, first=first)
         else:
             folder, claim = self._name(request.step), uuid.uuid4().hex
         return SavePlan(folder, self._number, duties, claim=claim, streamed=streamed)
@@ -206,8 +210,12 @@ class Leader:
         if self._attempts is None:
             self._catalog.open_run()
             self._attempts = self._catalog.attempts()
-        self._attempts[step] = self._attempts.get(step, 0) + 1
+        self._attempts[step] = max(self._attempts.get(step, 0) + 1, self._first_attempt(step))
         return layout.folder_name(step, self._attempts[step])
+
+    def _first_attempt(self, step: int) -> int:
+        """The lowest number of an attempt whose name no writer before this one can still be deleting."""
+        return self._lease.floor.first_attempt(step) if self._lease is not None else 1
 
     def _must_stream(self) -> bool:
         limit = self._staging_limit_bytes

@@ -7,6 +7,11 @@ as long as its claim says, by the clock of whoever watches: clocks of two machin
 The number fences: who holds it may commit only while there is no higher one. Between that look and the commit lies a
 moment, so whoever takes a run over also closes every open attempt (`Catalog.close_attempts`), after its own claim: an
 attempt that was begun before finds its manifest's name taken, and one that is begun later finds the higher number.
+
+A deletion cannot be refused like that: there is no name to take before it. So names are not used again. Each lease has
+a floor: all names that are there once its number is claimed and the open attempts are closed lie under it, and so does
+all that lay under the floor of a lease before it. What an earlier holder may still be deleting is among them, and
+whoever holds the lease takes only names above.
 """
 
 from __future__ import annotations
@@ -44,7 +49,9 @@ _MAX_RECORD_BYTES = 1 << 16
 _BEAT = ".beat-"
 _CLAIM = ".json"
 _RELEASED = ".released"
+_FLOOR = ".floor-"
 _NUMBER = re.compile(r"([0-9]{9,19})\.json", re.ASCII)
+_FLOOR_NAME = re.compile(r"[0-9]{9,19}\.floor-([0-9]{9,19})\.([1-9][0-9]{0,8})", re.ASCII)
 
 
 class _Claim(msgspec.Struct, frozen=True):
@@ -64,10 +71,14 @@ class Clock:
 
 
 class Lease:
-    """The right to write to a run. Held until it is released, or until somebody has reason to take it over."""
+    """The right to write to a run. Held until it is released, or until somebody has reason to take it over.
 
-    def __init__(self, storage: Storage, number: int, heart: Heart) -> None:
+    `floor`: what an earlier holder may still be deleting has a name below it; only names above it are free.
+    """
+
+    def __init__(self, storage: Storage, number: int, floor: layout.Floor, heart: Heart) -> None:
         self.number = number
+        self.floor = floor
         self._storage = storage
         self._heart = heart
         self._owner = os.getpid()
@@ -83,9 +94,11 @@ class Lease:
         identity: Identity | None = None,
         clock: Clock | None = None,
         from_this_process: bool = True,
+        close_attempts: Callable[[int], None] = lambda number: None,
     ) -> Lease:
         """Become the writer of a run. A RunInUseError when somebody who lives is; who may have died elsewhere is
-        watched for as long as his claim says. `from_this_process`: whether to take it from this very process."""
+        watched for as long as his claim says. `from_this_process`: whether to take it from this very process.
+        `close_attempts` is called with the number: without it, who had the run before may still commit."""
         claim = _Claim(identity or this_process(), _now(), timeout_seconds)
         while True:
             entries = storage.entries(layout.LEASE)
@@ -96,18 +109,22 @@ class Lease:
                 storage.put(_key(layout.LEASE, _name(highest + 1), _CLAIM), msgspec.json.encode(claim) + b"\n")
             except KeyExistsError:
                 continue  # somebody was faster; look again who it is
+            heart = Heart.of_lease(storage, highest + 1, timeout_seconds)
             try:
                 storage.sync(layout.LEASE)
+                claims = storage.entries(layout.LEASE)
+                if _highest(claims) != highest + 1:
+                    continue  # others came, and went, since this one looked
+                heart.start()
+                close_attempts(highest + 1)
+                floor = _lay_floor(storage, highest + 1, claims)
             except BaseException:
                 # Nobody would ever release it, and nobody else could have it while this process lives.
+                heart.stop()
                 _release(storage, highest + 1)
                 raise
-            if _highest(storage.entries(layout.LEASE)) != highest + 1:
-                continue  # others came, and went, since this one looked
             _forget_older(storage, highest, entries)
-            heart = Heart.of_lease(storage, highest + 1, timeout_seconds)
-            heart.start()
-            return cls(storage, highest + 1, heart)
+            return cls(storage, highest + 1, floor, heart)
 
     def require(self) -> None:
         """Raise if somebody else has become the writer."""
@@ -120,6 +137,24 @@ class Lease:
             return
         self._held = False
         _release(self._storage, self.number)
+
+
+def _lay_floor(storage: Storage, number: int, claims: Sequence[Entry]) -> layout.Floor:
+    """Find the floor of a lease and write it down for those that come after it.
+
+    `claims` and the names of the run are seen after the number was claimed: before, its last holder could still go on.
+    Written down because this one will remove names which an earlier holder, asleep, is about to remove as well. And
+    after the attempts were closed: those are the ones of others that this one may remove.
+    """
+    visible = layout.Floor.of(entry.name for entry in storage.entries(""))
+    laid = (_FLOOR_NAME.fullmatch(entry.name) for entry in claims)
+    floor = layout.Floor.highest((visible, *(layout.Floor(int(match[1]), int(match[2])) for match in laid if match)))
+    if floor == layout.Floor():
+        return floor
+    with contextlib.suppress(KeyExistsError):  # by one who had the number, and lost it with the power
+        storage.put(_key(layout.LEASE, _name(number), f"{_FLOOR}{floor.step:09d}.{floor.attempt}"), b"{}\n")
+    storage.sync(layout.LEASE)
+    return floor
 
 
 def _release(storage: Storage, number: int) -> None:
@@ -219,10 +254,11 @@ def _age_seconds(storage: Storage, number: int, claim: _Claim) -> float:
 
 
 def _forget_older(storage: Storage, highest: int, entries: Sequence[Entry]) -> None:
-    """Remove what the holders before the last left behind. The last one's claim stays, so that he finds out."""
+    """Remove what the holders before the last left behind. The last one's claim stays, so that he finds out; the new
+    one's floor is as high as theirs."""
     for entry in entries:
         number = entry.name.partition(".")[0]
-        if number.isdigit() and (int(number) < highest or _BEAT in entry.name):
+        if number.isdigit() and (int(number) < highest or _BEAT in entry.name or _FLOOR in entry.name):
             with contextlib.suppress(StorageError):
                 storage.delete(f"{layout.LEASE}/{entry.name}")
 

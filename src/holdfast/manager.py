@@ -15,8 +15,9 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Literal, Self, TypeVar, get_args
 
+from holdfast.background import PendingSave
 from holdfast.catalog import Catalog, Checkpoint, choose
-from holdfast.components import RNGState
+from holdfast.components import RNGState, check_covers
 from holdfast.errors import CheckpointNotFoundError, ClosedError, HoldfastError, RunInUseError, UsageError
 from holdfast.handle import SaveHandle
 from holdfast.housekeeping import Housekeeper
@@ -38,6 +39,7 @@ from holdfast.requests import (
     check_callable,
     check_epoch,
     check_limit,
+    check_metrics,
     check_timeout,
     encoded,
     encoded_metrics,
@@ -156,7 +158,8 @@ class CheckpointManager:
             self._components = _checked_components(state, rng)
             self._config = encode(config, path="config", on_tensor=None)
             self._assets = _checked_assets(assets) if self._ranks.rank == 0 else ()
-            self._catalog = Catalog(storage if storage is not None else open_storage(run))
+            self._ranking = keep.metrics if keep is not None else ()
+            self._catalog = Catalog(storage if storage is not None else open_storage(run), ranking=self._ranking)
             # Last: from here on signals do not do what they did.
             self._pace = Pace(save, self._ranks)
             return self._catalog.storage.url, mode, sorted(self._components)
@@ -181,6 +184,7 @@ class CheckpointManager:
             links=self._links,
             may_write=lambda: saver.hold_run(),
             in_use=lambda: {saver.head, *needed},
+            one_start=True,
             tell=lambda event: saver.tell(event),
         )
         self._saver.on_commit = self._housekeeper.tidy_behind
@@ -212,8 +216,14 @@ class CheckpointManager:
     def should_save(self, step: int, *, epoch: int | None = None, metrics: Mapping[str, Any] | None = None) -> bool:
         """Whether `step` would save now. Changes nothing. Where a clock or a signal decides, all ranks must ask."""
         self._check_open()
-        encoded_metrics(metrics)
-        return self._pace.ask(check_step(step), check_epoch(epoch)).save
+        check_metrics(metrics)
+        return self._pace.wants_save(check_step(step), check_epoch(epoch))
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a signal or a time limit asks to stop, as the last `step` or `should_save` found it; the same on all
+        ranks. For loops that do not go by what `step` returns."""
+        return self._pace.stopping
 
     def step(
         self,
@@ -223,6 +233,7 @@ class CheckpointManager:
         metrics: Mapping[str, Any] | None = None,
         progress: Mapping[str, Any] | None = None,
         extra: Mapping[str, Any] | None = None,
+        guards: Mapping[str, Any] | None = None,
     ) -> bool:
         """Call it after every training step: it saves when `save=` says so, and raises what failed, once.
 
@@ -231,14 +242,15 @@ class CheckpointManager:
         """
         self._check_open()
         wish = self._pace.ask(check_step(step), check_epoch(epoch))
+        said: dict[str, Any] = {"metrics": metrics, "progress": progress, "extra": extra, "guards": guards}
         if wish.stop:
-            self._save_and_stop(step, wish.reasons, epoch=epoch, metrics=metrics, progress=progress, extra=extra)
+            self._save_and_stop(step, wish.reasons, epoch=epoch, **said)
             return True
         if self._ranks.size == 1:
             # With several ranks the next save does: one rank would hear of it some steps before another.
             self._saver.poll()
         if wish.save:
-            self._save(step, epoch=epoch, metrics=metrics, progress=progress, extra=extra)
+            self._save(step, epoch=epoch, **said)
         return False
 
     def _save_and_stop(self, step: int, reasons: Sequence[str], **said: Any) -> None:
@@ -262,15 +274,20 @@ class CheckpointManager:
         extra: Mapping[str, Any] | None = None,
         guards: Mapping[str, Any] | None = None,
         tag: str | None = None,
+        epoch: int | None = None,
+        again: bool = False,
         wait: bool = False,
     ) -> SaveHandle:
-        """Save the state after `step` was done. A step that this line of the run has committed is not written again.
+        """Save the state after `step` was done. A step that this line of the run has committed is not written again;
+        its checkpoint gets the metrics and the tag. With `again` it is, as a later checkpoint of the same step.
 
         One save is under way at a time: this waits for the one before it. If that failed, and nobody has heard of it,
         its error is raised here and nothing is saved; the next save works. `wait` returns only when the checkpoint is
-        committed, which in sync mode is always so.
+        committed, which in sync mode is always so. `epoch` is how many epochs are done by now; without it, the last
+        that was named.
         """
-        handle = self._save(step, metrics=metrics, progress=progress, extra=extra, guards=guards, tag=tag)
+        said = {"metrics": metrics, "progress": progress, "extra": extra, "guards": guards}
+        handle = self._save(step, **said, tag=tag, epoch=epoch, again=again)
         if wait:
             handle.wait()
         return handle
@@ -285,6 +302,7 @@ class CheckpointManager:
         extra: Mapping[str, Any] | None = None,
         guards: Mapping[str, Any] | None = None,
         tag: str | None = None,
+        again: bool = False,
     ) -> SaveHandle:
         self._check_open()
 
@@ -301,14 +319,25 @@ class CheckpointManager:
                 tags=() if tag is None else (check_tag(tag),),
                 assets=self._assets,
                 links=self._links is not False,
-                epoch=epoch,
+                epoch=check_epoch(epoch) if epoch is not None else self._pace.epoch,
+                again=again,
+                ranking=self._ranking,
             )
 
         pending = self._saver.save(step, request)
         self._pace.note_save()
-        if pending.skipped and (tag or metrics or progress or extra or guards) and self._ranks.rank == 0:
-            logger.warning("step %d was committed before; what this save says besides is not kept", step)
+        if pending.skipped:
+            self._add_to_committed(pending, metrics=encoded_metrics(metrics), tag=tag or "")
+            if (progress or extra or guards) and self._ranks.rank == 0:
+                logger.warning("step %d was committed before; its progress, extra and guards stay as they are", step)
         return SaveHandle(pending, self._catalog)
+
+    def _add_to_committed(self, pending: PendingSave, *, metrics: dict[str, Any], tag: str) -> None:
+        """What can be said of a checkpoint later is said now. All ranks come here, or none."""
+        if metrics or tag:
+            note = partial(self._note_and_tidy, metrics=metrics, tag=tag)
+            meant = Selector("folder", name=pending.folder)
+            on_leader(self._ranks, "annotate", lambda: note(self._catalog.find(meant)), returns=None)
 
     def restore(
         self,
@@ -332,6 +361,7 @@ class CheckpointManager:
         if self._resume == "never" and not explicit:
             return RestoreResult(resumed=False)
         own_run = catalog is self._catalog
+        waited = time.monotonic() - started
         request = LoadRequest(chosen, self._components, strategy, wanted, self._pipeline_stage, self._verify)
         loaded = load(request, catalog, self._ranks)
         if loaded is None:
@@ -346,7 +376,8 @@ class CheckpointManager:
         if own_run:
             self._note_needed(loaded.checkpoint)
             self._set_aside(loaded.damaged)
-        self._tell_restored(loaded.checkpoint, time.monotonic() - started)
+        phases = MappingProxyType({"wait": waited, **loaded.phases})
+        self._tell_restored(loaded.checkpoint, time.monotonic() - started, phases)
         return self._resumed(loaded, strategy, own_run=own_run)
 
     def _note_needed(self, checkpoint: Checkpoint) -> None:
@@ -382,10 +413,11 @@ class CheckpointManager:
         return loaded is not None and name in loaded.restored
 
     def should_load(self) -> bool:
-        """Whether `restore()` would find a checkpoint, by the leader's word."""
+        """Whether `restore()` would find a checkpoint, by the leader's word, or, with `resume="required"`, say that
+        there is none."""
         self._check_open()
-        if self._resume == "never":
-            return False
+        if self._resume != "auto":
+            return self._resume == "required"
         self._saver.drain()
         return on_leader(self._ranks, "should_load", self._look, returns=bool)
 
@@ -424,11 +456,14 @@ class CheckpointManager:
 
     def _note(self, step: int, **said: Any) -> bool:
         found = choose(self._catalog.scan(), Selector("step", step=step))
-        if found is None:
-            logger.warning("there is no checkpoint of step %d any more to add metrics to", step)
-            return False
-        self._note_and_tidy(found, **said)
-        return True
+        try:
+            if found is not None:
+                self._note_and_tidy(found, **said)
+                return True
+        except CheckpointNotFoundError:
+            pass  # it was removed between the scan and the note
+        logger.warning("there is no checkpoint of step %d any more to add metrics to", step)
+        return False
 
     def _note_and_tidy(self, checkpoint: Checkpoint, **said: Any) -> None:
         self._housekeeper.note(checkpoint, **said)
@@ -561,9 +596,10 @@ class CheckpointManager:
         check_component_name(name)
         if name in self._components:
             raise UsageError(f"there is a component '{name}' already")
+        check_covers({**self._components, name: component})
         return kind_of(name, component)
 
-    def _tell_restored(self, checkpoint: Checkpoint, seconds: float) -> None:
+    def _tell_restored(self, checkpoint: Checkpoint, seconds: float, phases: Mapping[str, float]) -> None:
         self._saver.tell(
             Event(
                 "restored",
@@ -571,6 +607,7 @@ class CheckpointManager:
                 self._ranks.rank,
                 seconds,
                 size_bytes=checkpoint.size_bytes,
+                phases=phases,
                 path=checkpoint.path,
             )
         )
@@ -653,6 +690,7 @@ def _checked_components(state: Mapping[str, Any], rng: bool) -> dict[str, Any]:
         components[_RNG] = RNGState()
     for name, component in components.items():
         kind_of(name, component)
+    check_covers(components)
     return components
 
 
@@ -671,4 +709,4 @@ def _checked_assets(assets: Sequence[str | os.PathLike[str]]) -> tuple[Path, ...
 def _is_path(selector: str | int | os.PathLike[str]) -> bool:
     if not isinstance(selector, str):
         return isinstance(selector, os.PathLike)
-    return "@" in selector or ("/" in selector and not selector.startswith("best:"))
+    return ("@" in selector or "/" in selector) and not selector.startswith("best:")

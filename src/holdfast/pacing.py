@@ -37,7 +37,10 @@ class Time:
 
 
 class Pace:
-    """The triggers of one manager."""
+    """The triggers of one manager.
+
+    `stopping`: something has asked to stop, as of the last question. `epoch`: the last one that was named.
+    """
 
     def __init__(self, trigger: Trigger | None, ranks: Ranks, clocks: Time | None = None) -> None:
         self._by_step, self._by_leader = split(trigger) if trigger is not None else (None, None)
@@ -51,6 +54,9 @@ class Pace:
         self._last_save = self._time.now()
         self._last_epoch: int | None = 0
         self._asked: tuple[int, int | None] | None = None
+        self._saved_to_stop = False
+        self.stopping = False
+        self.epoch: int | None = None
 
     @property
     def asks_leader(self) -> bool:
@@ -68,14 +74,22 @@ class Pace:
             return mine
         self._pass_signals_on()
         word = self._ranks.leaders_word(lambda: self._word(step, epoch))
-        return _both(mine, from_msgpack(word, Wish) if word else _NOTHING)
+        wish = _both(mine, from_msgpack(word, Wish) if word else _NOTHING)
+        self.stopping = self.stopping or wish.stop
+        return wish
+
+    def wants_save(self, step: int, epoch: int | None) -> bool:
+        """Whether to save after a step. What asks to stop asks for one save, however long the training goes on."""
+        wish = self.ask(step, epoch)
+        return wish.save or (wish.stop and not self._saved_to_stop)
 
     def note_start(self, epoch: int | None) -> None:
         """A run begins, afresh or again, with so many epochs done, where that is known."""
-        self._last_epoch, self._asked = epoch, None
+        self._last_epoch, self._asked, self.epoch = epoch, None, epoch
 
     def note_save(self) -> None:
         self._last_save = self._time.now()
+        self._saved_to_stop = self.stopping
 
     def close(self) -> None:
         self._watch.close()
@@ -85,6 +99,7 @@ class Pace:
         if self._asked is not None and self._asked[0] != step and self._asked[1] is not None:
             self._last_epoch = self._asked[1]
         self._asked = (step, epoch)
+        self.epoch = epoch if epoch is not None else self.epoch
 
     def _word(self, step: int, epoch: int | None) -> bytes:
         """The leader's: nothing, most of the time."""

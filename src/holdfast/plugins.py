@@ -144,6 +144,7 @@ class HoldfastManager:
             extra=context.extra,
             guards=context.guards,
             tag=context.tag,
+            epoch=context.epoch,
             wait=context.wait,
         )
 
@@ -151,15 +152,20 @@ class HoldfastManager:
         """Whether the config's `save` asks for a save at this step."""
         return self.manager.should_save(context.step, epoch=context.epoch, metrics=context.metrics)
 
+    @property
+    def stopping(self) -> bool:
+        """Whether a signal or a time limit asks to stop, as the last `should_save` found it. Not of the protocol."""
+        return self.manager.stopping
+
     def load(self, context: LoadContext) -> RestoreResult:
         """Load by the context's purpose. Only a resume may find nothing, and is a fresh start then."""
         kinds = (MODULES, OPTIMIZERS) if context.purpose == "warm_start" else (MODULES,)
         return self._load(context, kinds)
 
     def should_load(self, context: LoadContext) -> bool:
-        """Whether a resume would find a checkpoint. What was asked for by name is always to be loaded: if it is not
-        there, `load` says so, where a False would start afresh without a word."""
-        if context.is_explicit:
+        """Whether a resume would find a checkpoint. What was asked for by name, or for any other purpose, is always to
+        be loaded: if it is not there, `load` says so, where a False would start afresh without a word."""
+        if context.is_explicit or context.purpose != "resume":
             return True
         return self.manager.should_load()
 
@@ -176,6 +182,9 @@ class HoldfastManager:
         """The configuration that is stored with the selected checkpoint."""
         if context.source is not None:
             return resolve(context.source, context.selector).config
+        # What is under way may be the latest, which is asked for.
+        if not self._terminated:
+            self.manager.wait()
         checkpoint = self.manager.peek(context.selector)
         if checkpoint is None:
             raise CheckpointNotFoundError(

@@ -74,7 +74,7 @@ class Moment(NamedTuple):
 
 
 class Wish(NamedTuple):
-    """What a trigger says of a moment: save, stop afterwards, and why."""
+    """What a trigger says of a moment: save and go on, or save and stop; and why."""
 
     save: bool
     stop: bool
@@ -471,7 +471,7 @@ def _save_for(reason: str) -> Wish:
 
 
 def _stop_for(reasons: Sequence[str]) -> Wish:
-    return Wish(True, True, tuple(reasons)) if reasons else _NOTHING
+    return Wish(False, True, tuple(reasons)) if reasons else _NOTHING
 
 
 def _passed(moment: Moment, epochs: int) -> bool:

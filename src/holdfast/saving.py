@@ -334,35 +334,43 @@ class Saver:
     def _write_now(self, work: _Work, pending: PendingSave) -> None:
         receipts: list[Receipt] = []
         with pending.phase("write"):
-            self._write_together(work, receipts)
-        pending.tell("written")
+            self._write_together(work, pending, receipts)
+        pending.tell("written", size_bytes=pending.size_bytes)
         with pending.phase("commit"):
             saved = on_leader(self._ranks, "commit", lambda: self._commit(work, receipts), returns=Saved)
         self._note_commit(pending, saved)
         pending.succeed(saved)
 
-    def _write_together(self, work: _Work, receipts: list[Receipt]) -> None:
+    def _write_together(self, work: _Work, pending: PendingSave, receipts: list[Receipt]) -> None:
         """Every rank writes. If one cannot, nothing can refer to what the others wrote, and all of it goes."""
-        names: list[str] = []
+        created: list[str] = []
         folder = work.decided.folder
         try:
-            self._ranks.decide("write", lambda: self._write(work, names), receipts.extend, sends=Receipt, returns=None)
+            self._ranks.decide(
+                "write", lambda: self._write(work, pending, created), receipts.extend, sends=Receipt, returns=None
+            )
         except (Exception, KeyboardInterrupt):
             # Safe also when only this rank gave up: the commit waits for every rank to have passed this agreement.
-            _discard([*names, layout.ATTEMPT] if self._ranks.rank == 0 else names, folder, self._catalog)
+            _discard([*created, layout.ATTEMPT] if self._ranks.rank == 0 else created, folder, self._catalog)
             raise
 
-    def _write(self, work: _Work, names: list[str]) -> Receipt:
+    def _write(self, work: _Work, pending: PendingSave, created: list[str]) -> Receipt:
         decided = work.decided
         if self._ranks.rank != 0:
             self._catalog.require_claim(decided.folder, decided.claim)
         mine = self._plan_of(work)
         tensors = stage(mine.files, work.captured.memory)
         plain = self._plain_files(work, mine.duty)
-        names += [file.name for file in tensors] + [file.name for file in plain]
-        total = sum(file.frame.size_bytes for file in tensors) + sum(file.size_bytes for file in plain)
-        with Progress(f"saving step {work.request.step}", total, shown=self._ranks.rank == 0) as progress:
-            return write(decided.folder, tensors, plain, self._catalog.storage, on_bytes=progress.add)
+        pending.size_bytes = sum(file.frame.size_bytes for file in tensors) + sum(file.size_bytes for file in plain)
+        with Progress(f"saving step {work.request.step}", pending.size_bytes, shown=self._ranks.rank == 0) as progress:
+            return write(
+                decided.folder,
+                tensors,
+                plain,
+                self._catalog.storage,
+                on_bytes=progress.add,
+                on_created=created.append,
+            )
 
     def _commit(self, work: _Work, receipts: list[Receipt]) -> Saved:
         facts = self._leader.facts(work.request, work.decided.folder)

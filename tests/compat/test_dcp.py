@@ -279,6 +279,17 @@ def test_steps_count_up_and_are_written_once(tmp_path: pathlib.Path) -> None:
     assert [first.parent, second.parent, third.parent] == [None, first.digest, second.digest]
 
 
+@pytest.mark.guarantee("G13")
+def test_a_name_that_an_earlier_writer_may_be_deleting_is_not_used_again(tmp_path: pathlib.Path) -> None:
+    for step in (4, 9):
+        dcp.save({"weight": torch.ones(2)}, storage_writer=HoldfastWriter(tmp_path, step=step))
+    holdfast.prune(tmp_path, holdfast.KeepLast(1))
+    for step in (4, 10):
+        dcp.save({"weight": torch.ones(2)}, storage_writer=HoldfastWriter(tmp_path, step=step))
+    folders = [found.folder for found in holdfast.checkpoints(tmp_path)]
+    assert folders == ["step-000000010", "step-000000004.2", "step-000000009"]
+
+
 def test_a_selector_names_the_checkpoint_to_load(tmp_path: pathlib.Path) -> None:
     for step in (1, 2):
         dcp.save({"m": {"w": torch.full((2,), float(step))}}, storage_writer=HoldfastWriter(tmp_path, step=step))

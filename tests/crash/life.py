@@ -424,7 +424,6 @@ class Life(RuleBasedStateMachine):
 
     tolerated = frozenset(
         {
-            "who lost the run removes by name",
             "an orphan does not know which steps its line has",
             "a claim that could not be synced stays",
         }
@@ -594,8 +593,17 @@ class Life(RuleBasedStateMachine):
         orphan = self._is_orphan(who.head) and self._tolerates("an orphan does not know which steps its line has")
         may, tags = self._may_write(who.door, who.manager.number), () if tag is None else (tag,)
         planned = Planned(step, self.marks, metrics, tags, who.head, who.line)
+
+        def noted(said: Said) -> Said:
+            texts = {**dict(said.metrics), **{name: repr(value) for name, value in metrics.items()}}
+            return said._replace(tags=said.tags | set(tags), metrics=tuple(sorted(texts.items())))
+
+        for kept in there:
+            kept.expect(noted)
         who.door.arm(_now(fault))
-        outcome = self._do(
+        outcome = self._while_noting(
+            step,
+            noted,
             who,
             lambda: who.manager.save(step, metrics=metrics, tag=tag).wait(),
             adds=None if (there and not orphan) or not may else planned,
@@ -624,6 +632,8 @@ class Life(RuleBasedStateMachine):
             kept.firm = who.prunes = True
             who.head = kept
         elif there and kept in there:
+            self._note_came(kept, True, who, expected=True)
+            who.prunes = True
             return
         elif not fired:
             raise Violation(f"G1: step {planned.step} is said to be {kept}")
@@ -733,10 +743,18 @@ class Life(RuleBasedStateMachine):
             self._note_came(kept, outcome is None, who, expected=True)
         self._tidy(who, fault)
 
-    def _while_noting(self, step: int, noted: Callable[[Said], Said], who: Trainer, body: Callable[[], Any]) -> Any:
+    def _while_noting(
+        self,
+        step: int,
+        noted: Callable[[Said], Said],
+        who: Trainer,
+        body: Callable[[], Any],
+        *,
+        adds: Planned | None = None,
+    ) -> Any:
         self.noting = lambda kept: (noted(kept.said),) if kept.step == step and self._met(who) else ()
         try:
-            return self._do(who, body)
+            return self._do(who, body, adds=adds)
         finally:
             self.noting = lambda kept: ()
 
@@ -852,14 +870,7 @@ class Life(RuleBasedStateMachine):
         if fault is not None and fault.after:
             # Nobody has heard of this one for so long that another takes its place. It only slept.
             who.process.silent = True
-            other = self._start(elsewhere, POLICIES[self.meetings % len(POLICIES)], links=True, eager=True, fault=None)
-            if other is not None:
-                self._restore(other, "latest", None)
-                again = [self.former[digest].step for digest in underway.goes if digest in self.former]
-                step = again[0] if again else (other.head.step + 1 if other.head is not None else 0)
-                if self._tolerates("who lost the run removes by name"):
-                    step = 1 + max((kept.step for kept in (*self.known.values(), *self.former.values())), default=-1)
-                self._save(other, step, {"loss": 0.5}, None, None)
+            self._take_over(elsewhere, underway.goes)
             who.process.silent = False
             return
         wanted = [self.known[digest] for digest in underway.goes if digest in self.known]
@@ -868,6 +879,23 @@ class Life(RuleBasedStateMachine):
         kept = wanted[0] if wanted else self._nth(self.meetings)
         if kept is not None:
             self._read(kept, elsewhere)
+
+    def _take_over(self, host: str, going: frozenset[str]) -> None:
+        """Somebody takes a writer's place, and, now and then, another one his. What the sleeping one is about to remove
+        is removed meanwhile, and its step is saved again."""
+        policies = POLICIES[0] if going else POLICIES[self.meetings % len(POLICIES)]
+        for last in (False, True) if self.meetings % 2 else (True,):
+            other = self._start(host, policies, links=True, eager=True, fault=None)
+            if other is None:
+                return
+            self._restore(other, "latest", None)
+            if going:
+                self._prune(other, None)
+            if not last:
+                self._close(other)
+        again = sorted(self.former[digest].step for digest in going if digest in self.former)
+        step = again[-1] if again else (other.head.step + 1 if other.head is not None else 0)
+        self._save(other, step, {"loss": 0.5}, None, None)
 
     def _met(self, who: Trainer) -> bool:
         return self._fired(who, "meet") or self._fired(who, "glance")
@@ -1084,6 +1112,7 @@ class Life(RuleBasedStateMachine):
             kept.digest
             for kept in sound
             if kept.digest not in chosen
+            and numbers & self._line_of(kept)
             and not kept.said.tags
             and kept.folder not in read
             and (who.head is None or kept.digest != who.head.digest)

@@ -39,6 +39,7 @@ from tests.crash.life import (
     Manager,
     Part,
     Prune,
+    Restore,
     Save,
     SaveBadly,
     Start,
@@ -140,7 +141,6 @@ def test_a_checkpoint_does_not_go_for_another_that_had_its_name() -> None:
 
 
 @pytest.mark.guarantee("G13")
-@pytest.mark.xfail(reason="names are used again: who was to remove the old bearer removes the new one", strict=True)
 def test_who_lost_the_run_removes_nothing_that_the_next_writer_made() -> None:
     room = Room()
     sleeper, other = Door(room, room.process("here")), Door(room, room.process("far"))
@@ -150,6 +150,7 @@ def test_who_lost_the_run_removes_nothing_that_the_next_writer_made() -> None:
     def take_over() -> None:
         sleeper.process.silent = True
         second = manager(other, keep=holdfast.KeepLast(1))
+        second.restore()
         second.prune()
         save(second, 1)
 
@@ -315,6 +316,11 @@ def badly(kind: str, at: int, *, after: bool = False, behind: bool = False) -> S
     return SaveBadly(0, -1, {}, None, Fault(kind, at, after, behind))
 
 
+def while_it_goes(at: int) -> SaveBadly:
+    """Somebody takes over while the housework is under way."""
+    return badly("meet", at, after=True, behind=True)
+
+
 DIES = Leave(0, "kill")
 LAST = Keep("last", 1)
 SCENES: dict[str, list[list[Action]]] = {
@@ -334,6 +340,11 @@ SCENES: dict[str, list[list[Action]]] = {
     ],
     "somebody takes over in the middle of a save": [
         [start(LAST), *saves(1), badly("meet", at, after=True), *saves(1)] for at in range(1, 20)
+    ],
+    "what somebody is about to remove is removed, and saved again, by the next": [
+        # After a rollback: what goes has the highest step of all.
+        [start(), *saves(1), Save(0, 2, {}, False), DIES, start(LAST), Restore(0, "step", 1, None), while_it_goes(at)]
+        for at in range(1, 24)
     ],
 }
 
@@ -424,6 +435,17 @@ def test_a_commit_that_does_not_look_at_the_number_is_noticed(monkeypatch: pytes
 def test_a_writer_that_closes_no_attempts_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Catalog, "close_attempts", lambda self, number: None)
     noticed("G13", "is left with")
+
+
+@pytest.mark.guarantee("G13")
+@pytest.mark.parametrize("missing", ["floors", "floors of those before"])
+def test_names_that_are_used_again_are_noticed(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if missing == "floors":
+        monkeypatch.setattr(layout.Floor, "first_attempt", lambda self, step: 1)
+    else:
+        lay = lease._lay_floor
+        monkeypatch.setattr(lease, "_lay_floor", lambda storage, number, claims: lay(storage, number, ()))
+    noticed_in(SCENES["what somebody is about to remove is removed, and saved again, by the next"], "G1, G4")
 
 
 @pytest.mark.guarantee("G13")

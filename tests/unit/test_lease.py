@@ -18,6 +18,7 @@ import msgspec
 import pytest
 import torch
 
+from holdfast.blocks import prune
 from holdfast.catalog import Catalog
 from holdfast.errors import KeyExistsError, RunInUseError, StorageError
 from holdfast.housekeeping import Housekeeper
@@ -26,6 +27,7 @@ from holdfast.leading import SaveRequest
 from holdfast.lease import Clock, Heart, Lease, Readers, reading, require_number
 from holdfast.policies import KeepLast
 from holdfast.ranks import Alone
+from holdfast.records.layout import Floor
 from holdfast.records.selector import Selector
 from holdfast.saving import Saver
 from holdfast.storage.local import LocalStorage
@@ -280,6 +282,188 @@ def test_foreign_names_are_no_claims(storage: Any, name: str) -> None:
     storage.put(f"lease/{name}", b"{}")
     assert acquire(storage).number == 1
     assert name in names(storage)
+
+
+# The floor: names that an earlier holder may still be deleting are not used again
+
+
+def attempt_at(storage: Any, *folders: str) -> None:
+    for folder in folders:
+        storage.put(f"{folder}/attempt.json", b"{}")
+
+
+def test_where_nothing_ever_was_there_is_no_floor(storage: Any) -> None:
+    assert acquire(storage).floor == Floor()
+    assert names(storage) == ["000000001.json"]
+
+
+@pytest.mark.guarantee("G13")
+def test_the_floor_of_a_lease_is_as_high_as_everything_that_is_there(storage: Any) -> None:
+    attempt_at(storage, "step-000000004", "step-000000002.7")
+    storage.put("step-000000009/rank-00000.safetensors", b"what is left of a removal")
+    storage.put("notes/step-000000099--000001.json", b"{}")
+    assert acquire(storage).floor == Floor(9, 7)
+    assert "000000001.floor-000000009.7" in names(storage)
+
+
+@pytest.mark.guarantee("G13")
+def test_floors_only_rise_whoever_comes_between_and_whatever_is_removed(storage: Any) -> None:
+    attempt_at(storage, "step-000000004.3")
+    acquire(storage, GONE)
+    storage.delete("step-000000004.3/attempt.json")
+    for _ in range(5):
+        assert acquire(storage, GONE).floor == Floor(4, 3)
+        acquire(storage).release()
+    attempt_at(storage, "step-000000011")
+    assert acquire(storage).floor == Floor(11, 3)
+    assert len([name for name in names(storage) if "floor" in name]) == 1
+
+
+@pytest.mark.guarantee("G13")
+def test_a_claim_without_a_floor_is_followed_by_what_is_seen(storage: Any) -> None:
+    """One of an older version, or of somebody who died before he had found his: he has removed nothing."""
+    attempt_at(storage, "step-000000004")
+    acquire(storage, GONE)
+    storage.delete("step-000000004/attempt.json")
+    claim = storage.read("lease/000000001.json", 1 << 16)
+    for name in ["000000002.json", "000000003.json"]:
+        storage.put(f"lease/{name}", claim)
+    lease = acquire(storage)
+    assert (lease.number, lease.floor) == (4, Floor(4, 1))
+
+
+@pytest.mark.guarantee("G13")
+def test_what_the_last_holder_made_until_the_next_number_was_claimed_is_below_the_floor() -> None:
+    inner = MemoryStorage()
+    acquire(inner, GONE)
+    lease = Lease.acquire(Meeting(inner, "put lease/000000002.json", lambda: attempt_at(inner, "step-000000006")))
+    assert lease.floor == Floor(6, 1)
+
+
+@pytest.mark.guarantee("G13")
+def test_so_is_what_he_removed_until_then() -> None:
+    inner = MemoryStorage()
+    acquire(inner, GONE)
+    storage = Meeting(
+        inner, "put lease/000000002.json", lambda: inner.put("lease/000000001.floor-000000012.1", b"{}\n")
+    )
+    assert Lease.acquire(storage).floor == Floor(12, 1)
+
+
+@pytest.mark.guarantee("G13")
+def test_an_attempt_that_was_closed_is_below_the_floor_because_it_may_be_removed(storage: Any) -> None:
+    lease = acquire(storage, close_attempts=lambda number: attempt_at(storage, f"step-00000000{number + 4}"))
+    assert lease.floor == Floor(5, 1)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "000000001.floor-",
+        "000000001.floor-9.1",
+        "000000001.floor-000000009",
+        "000000001.floor-000000009.0",
+        "floor-000000009.1",
+    ],
+)
+def test_foreign_names_are_no_floors(storage: Any, name: str) -> None:
+    storage.put(f"lease/{name}", b"{}")
+    assert acquire(storage).floor == Floor()
+
+
+def test_a_floor_that_outlived_its_claim_is_no_obstacle(storage: Any) -> None:
+    storage.put("lease/000000001.floor-000000004.1", b"{}\n")
+    lease = acquire(storage)
+    assert (lease.number, lease.floor) == (1, Floor(4, 1))
+
+
+@pytest.mark.parametrize("operation", ["put lease/000000001.floor-000000004.1", "close", "sync lease"])
+def test_who_became_the_writer_only_in_part_is_not_and_is_in_nobodys_way(operation: str) -> None:
+    inner = MemoryStorage()
+    attempt_at(inner, "step-000000004")
+
+    def fail(number: int = 0) -> None:
+        raise StorageError("the disk has a bad day")
+
+    close = fail if operation == "close" else lambda number: None
+    with pytest.raises(StorageError):
+        Lease.acquire(Meeting(inner, operation, fail), identity=NEIGHBOUR, close_attempts=close)
+    assert acquire(inner).number == 2
+
+
+@pytest.mark.guarantee("G13")
+def test_who_could_not_close_the_attempts_before_it_does_so_before_its_next_save() -> None:
+    inner = MemoryStorage()
+    old, _ = Catalog(inner).claim(1, 1)
+
+    def fail() -> None:
+        raise StorageError("the disk has a bad day")
+
+    saver = Saver(Catalog(Meeting(inner, f"put {old}/manifest.json", fail)), Alone(), mode="sync")
+    with pytest.raises(StorageError):
+        save(saver, 2)
+    save(saver, 2)
+    assert Catalog(inner).scan().closed == (old,)
+
+
+def drop(storage: Any, folder: str) -> None:
+    catalog = Catalog(storage)
+    catalog.uncommit(folder)
+    catalog.remove(folder)
+
+
+@pytest.mark.guarantee("G13")
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_writer_uses_no_name_again_that_the_one_before_may_be_deleting(storage: Any, mode: Any) -> None:
+    first, second, third = (Saver(Catalog(storage), Alone(), mode=mode) for _ in range(3))
+    assert save(first, 4) == "step-000000004"
+    assert save(first, 5) == "step-000000005"
+    second.hold_run()
+    drop(storage, "step-000000005")
+    assert save(second, 5) == "step-000000005.2"
+    assert save(second, 3) == "step-000000003.2", "a step that was there before, as far as one can know"
+    assert save(second, 6) == "step-000000006", "whoever goes on from the latest step sees no difference"
+    third.hold_run()
+    drop(storage, "step-000000006")
+    drop(storage, "step-000000005.2")
+    assert [save(third, step) for step in (5, 6, 7)] == ["step-000000005.3", "step-000000006.3", "step-000000007"]
+    for saver in (first, second, third):
+        with suppress(RunInUseError):
+            saver.close()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_within_one_lease_a_name_that_is_free_is_taken(storage: Any, mode: Any) -> None:
+    saver = Saver(Catalog(storage), Alone(), mode=mode)
+    for _ in range(2):
+        assert save(saver, 4) == "step-000000004"
+        drop(storage, "step-000000004")
+        saver._leader.forget()
+    saver.close()
+
+
+@pytest.mark.guarantee("G13")
+def test_a_name_that_a_prune_between_two_writers_removed_is_not_used_again(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    saver = Saver(Catalog(storage), Alone(), mode="sync")
+    assert [save(saver, step) for step in (4, 9, 2)] == ["step-000000004", "step-000000009", "step-000000002"]
+    saver.close()
+    prune(tmp_path, KeepLast(1))
+    assert steps(storage) == [2]
+    saver = Saver(Catalog(storage), Alone(), mode="sync")
+    assert [save(saver, step) for step in (4, 9, 10)] == ["step-000000004.2", "step-000000009.2", "step-000000010"]
+    saver.close()
+
+
+@pytest.mark.guarantee("G13")
+def test_a_save_that_finds_a_file_that_it_did_not_make_leaves_it_there() -> None:
+    """The leader has given the attempt up, somebody else has the name, and one rank hears of it late."""
+    inner = MemoryStorage()
+    theirs = "step-000000001/rank-00000.safetensors"
+    storage = Meeting(inner, f"create {theirs}", lambda: inner.put(theirs, b"of another save"))
+    with pytest.raises(KeyExistsError):
+        save(Saver(Catalog(storage), Alone(), mode="sync"), 1)
+    assert inner.read(theirs, 100) == b"of another save"
 
 
 # Letting go

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import holdfast
+from holdfast.records.selector import parse_selector
 from holdfast.testing import FullStorage, MemoryStorage
 
 
@@ -284,6 +285,19 @@ def test_every_selector_finds_its_checkpoint(selector: str | int, step: int, run
         found = manager.peek(selector)
         assert found is not None
         assert found.step == step
+
+
+@pytest.mark.parametrize("metric", ["val:loss", "val:max", "max", "val/loss", "acc@1", "a@b/c:d"])
+def test_a_checkpoint_is_found_by_whatever_its_metric_is_called(metric: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with holdfast.CheckpointManager(run, parts(), mode="sync", keep=holdfast.KeepBest(metric)) as manager:
+        for step, value in enumerate([3.0, 1.0, 2.0]):
+            manager.save(step, metrics={metric: value, "other": 0.0})
+        manager.prune()
+        for selector, step in ((f"best:{metric}:min", 1), (f"best:{metric}:max", 2)):
+            assert manager.restore(selector).step == step
+            assert holdfast.resolve(f"{run}@{selector}").step == step
+            assert str(parse_selector(selector)) in (selector, f"best:{metric}")
 
 
 @pytest.mark.parametrize(
@@ -655,7 +669,7 @@ def test_a_value_outside_the_codec_is_named_with_its_place(tmp_path: Path) -> No
         with pytest.raises(holdfast.UsageError) as caught:
             manager.save(500)
     text = str(caught.value)
-    for word in ("step 500", "loader.sampler.it", "generator", "skip="):
+    for word in ("step 500", "loader.sampler.it", "generator", "leave it out of the state dict"):
         assert word in text
     assert not (tmp_path / "run").exists()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -23,6 +24,7 @@ from holdfast.errors import (
     CheckpointNotFoundError,
     ClosedError,
     CorruptCheckpointError,
+    GuardMismatchError,
     RunInUseError,
     StorageError,
     UsageError,
@@ -158,6 +160,72 @@ def test_epochs_end_once_and_again_after_a_restart_only_when_they_do(tmp_path: P
         for step, epoch in ((5, 2), (6, 2), (7, 3)):
             manager.step(step, epoch=epoch)
     assert steps_of(tmp_path) == [7, 4, 2]
+
+
+def test_a_save_that_names_no_epoch_has_the_last_one_that_was_named(tmp_path: Path) -> None:
+    with opened(tmp_path, save=Every(epochs=1)) as manager:
+        manager.step(9, epoch=1)
+        manager.save(12)
+        manager.save(14, epoch=2)
+    assert [found.epoch for found in holdfast.checkpoints(tmp_path)] == [2, 1, 1]
+    with opened(tmp_path, save=Every(epochs=1)) as manager:
+        manager.restore(12)
+        manager.step(19, epoch=2)
+        manager.save(20)
+    assert [(found.step, found.epoch) for found in holdfast.checkpoints(tmp_path)][:2] == [(20, 2), (19, 2)]
+
+
+def test_what_a_save_says_of_a_step_that_is_committed_is_added_to_its_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(tmp_path, save=Every(steps=1), keep=KeepLast(1)) as manager:
+        manager.step(1, metrics={"loss": 2.0})
+        assert manager.save(1, tag="release", metrics={"acc": 0.5}).skipped
+        assert "stay as they are" not in caplog.text
+        assert manager.save(1, progress={"seen": 5}).skipped
+        assert "stay as they are" in caplog.text
+        manager.step(2)
+        manager.prune()
+    latest, released = holdfast.checkpoints(tmp_path)
+    assert (latest.step, released.step, released.tags) == (2, 1, ("release",))
+    assert released.metrics == {"loss": 2.0, "acc": 0.5}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_goes_on_between_two_steps_can_be_saved_and_is_not_repeated(tmp_path: Path, mode: Any) -> None:
+    evaluation = Weights()
+    with opened(tmp_path, evaluation, mode=mode, save=Every(steps=500)) as manager:
+        manager.step(500)
+        for batch in (1, 2):
+            evaluation.weight.fill_(batch)
+            assert not manager.save(500, again=True).skipped
+    assert steps_of(tmp_path) == [500, 500, 500]
+    evaluation = Weights(-1.0)
+    with opened(tmp_path, evaluation) as manager:
+        assert manager.restore().next_step == 501
+    assert evaluation.value == 2.0
+
+
+def test_step_keeps_guards(tmp_path: Path) -> None:
+    with opened(tmp_path, save=Every(steps=1)) as manager:
+        manager.step(1, guards={"vocabulary": 5})
+        with pytest.raises(GuardMismatchError, match="vocabulary: 5 in the checkpoint, 7 now"):
+            manager.restore(guards={"vocabulary": 7})
+        assert manager.restore(guards={"vocabulary": 5}).resumed
+
+
+def test_a_manager_that_is_dropped_leaves_nobody_deaf_to_signals(tmp_path: Path) -> None:
+    heard: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    manager = opened(tmp_path, save=OnSignal("SIGTERM"))
+    strike()
+    assert heard == [signal.SIGTERM]
+    del manager
+    gc.collect()
+    handler = signal.getsignal(signal.SIGTERM)
+    strike()
+    assert heard == [signal.SIGTERM] * 2
+    assert signal.getsignal(signal.SIGTERM) is not handler, "and what was there before is back"
 
 
 def test_an_epoch_that_ends_with_the_first_step_after_a_restart_is_saved(tmp_path: Path) -> None:
@@ -383,6 +451,19 @@ def test_a_signal_that_came_is_also_an_answer_of_should_save(tmp_path: Path) -> 
         assert not manager.should_save(1)
         strike()
         assert manager.should_save(1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loop_of_should_save_and_save_is_told_to_stop_and_saves_once_for_it(tmp_path: Path, mode: Any) -> None:
+    with opened(tmp_path, mode=mode, save=At(1) | OnSignal("SIGTERM")) as manager:
+        for step in range(6):
+            if step == 3:
+                assert not manager.stopping
+                strike()
+            if manager.should_save(step):
+                manager.save(step)
+            assert manager.stopping == (step >= 3)
+    assert steps_of(tmp_path) == [3, 1]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -706,6 +787,62 @@ def test_a_template_names_each_checkpoint_that_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_best_means_what_is_kept_as_the_best_also_to_those_who_only_read(tmp_path: Path, mode: Any) -> None:
+    keep = KeepBest("acc", 1, mode="max") | KeepBest("loss", 1)
+    with opened(tmp_path, mode=mode, keep=keep) as manager:
+        for step, acc in ((1, 0.5), (2, 0.9), (3, 0.1)):
+            manager.save(step, metrics={"acc": acc, "loss": step})
+        manager.prune()
+        assert [manager.peek(selector).step for selector in ("best", "best:acc", "best:loss", "best:acc:min")] == [
+            2, 2, 1, 3,
+        ]  # fmt: skip
+    assert os.readlink(tmp_path / "best") == "step-000000002"
+    assert holdfast.resolve(tmp_path, "best").step == 2
+    assert holdfast.resolve(f"{tmp_path}@best:acc").step == 2
+    with opened(tmp_path, keep=KeepBest("acc", 1, mode="min")) as manager:
+        assert manager.restore("best").step == 3, "what this training keeps by counts from its start"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_who_starts_afresh_loses_nothing_of_the_start_before(tmp_path: Path, mode: Any) -> None:
+    trained(tmp_path, 5, start=1001, mode=mode, save=Every(steps=1), keep=KeepLast(3))
+    trained(tmp_path, 5, start=1, mode=mode, save=Every(steps=1), keep=KeepLast(2), resume="never")
+    assert steps_of(tmp_path) == [5, 4, 1005, 1004, 1003]
+    with opened(tmp_path, mode=mode, keep=KeepLast(2)) as manager:
+        reasons = {decision.step: decision.reasons for decision in manager.retention()}
+        assert reasons[1005] == ("of another start of the run",)
+        manager.restore(4)
+        manager.save(6)
+        manager.prune()
+    assert steps_of(tmp_path) == [6, 4, 1005, 1004, 1003], "a line that was left goes, with 5"
+    holdfast.prune(tmp_path, KeepLast(2))
+    assert steps_of(tmp_path) == [6, 4], "who asks for it by name has it removed"
+
+
+def test_who_prunes_by_a_metric_that_is_misspelled_is_told(tmp_path: Path) -> None:
+    with opened(tmp_path) as manager:
+        for step in range(3):
+            manager.save(step, metrics={"val_loss": step})
+    for ask in (holdfast.prune, holdfast.retention):
+        with pytest.raises(UsageError, match=r"no checkpoint has the metric 'vall_loss'.*there are: val_loss"):
+            ask(tmp_path, KeepBest("vall_loss", 1))
+    assert steps_of(tmp_path) == [2, 1, 0]
+
+
+def test_links_that_would_lead_nowhere_go_also_where_none_are_wanted(tmp_path: Path) -> None:
+    with opened(tmp_path, keep=KeepLast(1) | KeepBest("v")) as manager:
+        manager.save(1, metrics={"v": 1})
+        manager.prune()
+    assert (tmp_path / "best").is_symlink()
+    with opened(tmp_path, keep=KeepLast(1), links=False) as manager:
+        manager.restore()
+        manager.save(2)
+        manager.prune()
+    assert steps_of(tmp_path) == [2]
+    assert not any(path.is_symlink() for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_late_metrics_change_the_ranking_the_link_and_the_selector(tmp_path: Path, mode: Any) -> None:
     with opened(tmp_path, mode=mode, keep=KeepBest("loss", 1)) as manager:
         for step in (1, 2):
@@ -780,6 +917,7 @@ def test_what_is_said_while_others_are_being_removed_counts(tmp_path: Path, how:
     trained(tmp_path, 3, start=1, save=Every(steps=1))
     storage = Halting(tmp_path)
     with opened(tmp_path, storage=storage, keep=KeepLast(1) | KeepBest("loss", 1)) as manager:
+        manager.restore()
         manager.save(4, metrics={"loss": 5.0})
         assert storage.halted.wait(20)
         if how == "tag":
@@ -789,6 +927,42 @@ def test_what_is_said_while_others_are_being_removed_counts(tmp_path: Path, how:
         storage.may_go_on.set()
         manager.prune()
     assert steps_of(tmp_path) == [4, 2]
+
+
+class Vanishing(LocalStorage):
+    """Step 1 is removed by somebody right after its manifest was read once more."""
+
+    about_to_go = False
+
+    def read(self, key: str, limit_bytes: int) -> bytes:
+        data = super().read(key, limit_bytes)
+        if self.about_to_go and key == "step-000000001/manifest.json":
+            self.about_to_go = False
+            self.delete(key)
+        return data
+
+
+@pytest.mark.parametrize("selector", [1, "step-000000001", "precious"])
+def test_a_tag_on_what_was_removed_meanwhile_says_of_which_step(tmp_path: Path, selector: str | int) -> None:
+    storage = Vanishing(tmp_path)
+    with opened(tmp_path, storage=storage) as manager:
+        manager.save(1, tag="precious")
+        manager.save(2)
+        storage.about_to_go = True
+        with pytest.raises(CheckpointNotFoundError, match="step 1: step-000000001 was removed meanwhile") as caught:
+            manager.tag(selector, "gold")
+        assert caught.value.step == 1
+        assert not isinstance(caught.value, StorageError)
+
+
+def test_a_report_on_what_was_removed_meanwhile_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    storage = Vanishing(tmp_path)
+    with opened(tmp_path, storage=storage) as manager, caplog.at_level(logging.WARNING, "holdfast"):
+        manager.save(1)
+        manager.save(2)
+        storage.about_to_go = True
+        assert manager.report(1, {"loss": 1.0}) is False
+    assert "step 1 any more" in caplog.text
 
 
 def test_tags_and_late_metrics_are_there_after_a_restart(tmp_path: Path) -> None:
@@ -949,7 +1123,7 @@ def test_who_only_says_something_of_a_checkpoint_does_not_keep_others_from_train
 
 def test_resume_required_wants_a_checkpoint_and_never_takes_none(tmp_path: Path) -> None:
     with opened(tmp_path, resume="required") as manager:
-        assert not manager.should_load()
+        assert manager.should_load(), "a loop that does not restore then would start afresh without a word"
         with pytest.raises(CheckpointNotFoundError):
             manager.restore()
     trained(tmp_path, 3, start=1, save=Every(steps=1))
@@ -1009,7 +1183,7 @@ def test_a_rollback_goes_on_in_a_line_of_its_own(tmp_path: Path, mode: Any) -> N
         assert manager.restore().next_step == 5
         manager.step(5)
     kept = [found.folder for found in holdfast.checkpoints(tmp_path)]
-    assert kept == ["step-000000005.2", "step-000000004.2", "step-000000003.2"], "the last three of the line"
+    assert kept == ["step-000000005.3", "step-000000004.2", "step-000000003.2"], "the last three of the line"
 
 
 @pytest.mark.guarantee("G3")

@@ -57,7 +57,7 @@ def walk(ranks: Ranks, trigger: Trigger | None, steps: int, *, seconds: float = 
             clocks.pass_by(seconds)
         epoch = (step + 1) // epoch_steps if epoch_steps else None
         wish = pace.ask(step, epoch)
-        if wish.save:
+        if wish.save or wish.stop:
             pace.note_save()
         heard.append(wish)
     pace.close()
@@ -65,7 +65,7 @@ def walk(ranks: Ranks, trigger: Trigger | None, steps: int, *, seconds: float = 
 
 
 def saved(heard: list[Wish]) -> list[int]:
-    return [step for step, wish in enumerate(heard) if wish.save]
+    return [step for step, wish in enumerate(heard) if wish.save or wish.stop]
 
 
 def stopped(heard: list[Wish]) -> list[int]:
@@ -224,10 +224,24 @@ def test_a_signal_to_one_process_is_a_wish_to_save_and_stop_until_the_end() -> N
     pace = Pace(Every(steps=10) | OnSignal("SIGTERM"), Alone())
     assert not pace.ask(1, None).save
     os.kill(os.getpid(), signal.SIGTERM)
-    assert pace.ask(1, None) == Wish(True, True, ("SIGTERM",))
-    assert pace.ask(2, None) == Wish(True, True, ("SIGTERM",))
+    assert pace.ask(1, None) == Wish(False, True, ("SIGTERM",))
+    assert pace.ask(2, None) == Wish(False, True, ("SIGTERM",))
     pace.close()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+
+
+def test_what_asks_to_stop_asks_for_one_save_and_other_triggers_go_on() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    pace = Pace(Every(steps=10) | OnSignal("SIGTERM"), Alone())
+    assert (pace.wants_save(1, None), pace.stopping) == (False, False)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert not pace.stopping, "nobody has asked yet"
+    assert (pace.wants_save(2, None), pace.stopping) == (True, True)
+    assert pace.wants_save(2, None), "it was not saved"
+    pace.note_save()
+    assert [pace.wants_save(step, None) for step in range(3, 12)] == [step == 10 for step in range(3, 12)]
+    assert pace.stopping
+    pace.close()
 
 
 def test_a_signal_that_nobody_asked_about_is_no_wish() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import signal
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +28,7 @@ from holdfast.plugins import (
     create_checkpoint_manager,
 )
 from holdfast.policies import Every, KeepLast
-from holdfast.testing import FullStorage, MemoryStorage
+from holdfast.testing import FullStorage, MemoryStorage, SlowStorage
 
 METHODS = ("save", "load", "should_save", "should_load", "load_weights", "read_config")
 HERE = __name__
@@ -544,6 +546,15 @@ def test_what_a_constructor_raises_comes_out(admit: Callable[[Any], Any]) -> Non
         ({"step": 1, "epoch": -1}, "epoch=-1"),
         ({"step": 1, "epoch": True}, "epoch=True"),
         ({"step": 1, "metrics": [0.5]}, "metrics is a mapping"),
+        ({"step": 1, "metrics": {"a": "x"}}, "the metric 'a' is 'x', not a number; use extra= for other values"),
+        ({"step": 1, "metrics": {"a": None}}, "the metric 'a' is None"),
+        ({"step": 1, "metrics": {1: 0.5}}, "metrics is a mapping with texts as keys"),
+        (
+            {"step": 1, "metrics": {"a": torch.ones(2)}},
+            r"the metric 'a' is a tensor of shape \[2\] and torch.float32 on",
+        ),
+        ({"step": 1, "metrics": {"a": torch.ones((), dtype=torch.complex64)}}, "not a number"),
+        ({"step": 1, "metrics": {"a": torch.ones((), device="meta")}}, "on meta, not a number"),
         ({"step": 1, "progress": {1: 2}}, "progress is a mapping"),
         ({"step": 1, "extra": "x"}, "extra is a mapping"),
         ({"step": 1, "guards": 5}, "guards is a mapping"),
@@ -554,6 +565,17 @@ def test_what_a_constructor_raises_comes_out(admit: Callable[[Any], Any]) -> Non
 def test_a_save_context_that_cannot_work_is_not_made(values: dict[str, Any], problem: str) -> None:
     with pytest.raises(holdfast.UsageError, match=problem):
         SaveContext(**values)
+
+
+def test_a_save_context_does_not_wait_for_a_loss_that_is_still_on_its_way(tmp_path: Path) -> None:
+    class OnItsWay(torch.Tensor):
+        def item(self) -> Any:
+            raise AssertionError("the device was waited for")
+
+    context = SaveContext(step=1, metrics={"loss": torch.ones(1).as_subclass(OnItsWay), "accuracy": True, "rate": 1})
+    assert context.metrics is not None
+    with pytest.raises(AssertionError, match="waited for"):
+        context.metrics["loss"].item()
 
 
 @pytest.mark.parametrize(
@@ -659,6 +681,54 @@ def test_epochs_are_counted_from_question_to_question(tmp_path: Path) -> None:
                 saved.append(step)
         manager.finalize_async_saves(terminate=True)
     assert saved == [4, 8, 12, 16]
+
+
+def test_epochs_that_are_asked_about_once_each_go_on_after_a_resume(tmp_path: Path) -> None:
+    saved = []
+    for first in (1, 4):
+        manager = built_in(tmp_path / "run", parts(), save={"every_epochs": 1})
+        manager.load(LoadContext())
+        for epoch in range(first, first + 3):
+            context = SaveContext(step=epoch * 10 - 1, epoch=epoch)
+            if manager.should_save(context):
+                manager.save(context)
+                saved.append(epoch)
+        manager.finalize_async_saves(terminate=True)
+    assert saved == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_framework_hears_that_it_is_to_stop(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    manager = built_in(tmp_path / "run", parts(), save={"on_signal": "SIGTERM"})
+    saved = []
+    for step in range(6):
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        context = SaveContext(step=step)
+        if manager.should_save(context):
+            manager.save(context)
+            saved.append(step)
+        if manager.stopping:
+            break
+    manager.finalize_async_saves(terminate=True)
+    assert (saved, step) == ([2], 2)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_resume_that_is_required_is_always_to_be_loaded(tmp_path: Path) -> None:
+    manager = built_in(tmp_path / "run", parts(), resume="required")
+    assert manager.should_load(LoadContext())
+    with pytest.raises(holdfast.CheckpointNotFoundError):
+        manager.load(LoadContext())
+
+
+def test_the_config_of_what_is_being_saved_can_be_read(tmp_path: Path) -> None:
+    storage = SlowStorage(MemoryStorage(), delay_seconds=0.05)
+    config = CheckpointConfig(mode="async")
+    manager = create_checkpoint_manager(config, state=parts(), storage=storage, config_to_store={"width": 4})
+    manager.save(SaveContext(step=1))
+    assert manager.read_config(LoadContext()) == {"width": 4}
+    manager.finalize_async_saves(terminate=True)
 
 
 def test_the_built_in_manager_gets_everything_of_the_config(tmp_path: Path) -> None:
@@ -847,7 +917,7 @@ def test_weights_that_are_nowhere_are_an_error(tmp_path: Path, purpose: Any, res
     manager = built_in(tmp_path / "run", parts(), resume=resume)
     for state in (None, {"model": parts(1)["model"]}):
         context = LoadContext(purpose=purpose, state=state)
-        assert not manager.should_load(context)
+        assert manager.should_load(context), "a framework that does not load then goes on without weights"
         with pytest.raises(holdfast.CheckpointNotFoundError):
             manager.load(context)
 

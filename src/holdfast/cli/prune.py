@@ -5,6 +5,7 @@ Without `--yes` it looks and does nothing. What was freed is what was there befo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -15,8 +16,8 @@ from rich.console import Console
 
 from holdfast import blocks
 from holdfast.catalog import Catalog, Scan
-from holdfast.cli.ls import metrics_of
-from holdfast.cli.output import SOUND, cell, count_text, print_json, print_note, size_text, stdout, table
+from holdfast.cli.columns import Columns
+from holdfast.cli.output import SOUND, cell, count_text, print_json, print_note, size_text, stdout
 from holdfast.cli.sources import open_run, print_passed_over, scan_run, unreadable
 from holdfast.errors import UsageError
 from holdfast.policies import KeepBest, KeepEvery, KeepLast, KeepPolicy, KeepTagged
@@ -73,7 +74,6 @@ def prune(
     scan = scan_run(catalog)
     if not scan.checkpoints:
         raise catalog.not_found(Selector("latest"), scan)
-    _require_metrics(policy, scan, catalog.storage.url)
     print_passed_over(unreadable(catalog, scan))
     outcome = _prune(catalog, scan, policy) if yes else _look(catalog, scan, policy)
     if json:
@@ -144,34 +144,21 @@ def _policy(
 
 
 def _keep_best(text: str) -> KeepPolicy:
-    metric, *rest = text.split(":")
-    try:
-        count = int(rest[0]) if rest else 1
-    except ValueError:
-        raise _unreadable(text) from None
-    if len(rest) > 2:
+    # From the end on: a metric may have a ':' in its name, and then has to be followed by its N.
+    match = re.fullmatch(r"(?s:(?P<metric>.*):(?P<count>-?[0-9]{1,18})(?::(?P<mode>[^:]+))?)|(?P<alone>[^:]*)", text)
+    if match is None:
         raise _unreadable(text)
-    mode: Any = rest[1] if len(rest) == 2 else "min"  # the policy itself refuses what is none
-    return KeepBest(metric, count, mode)
+    if match["alone"] is not None:
+        return KeepBest(match["alone"])
+    mode: Any = match["mode"] or "min"  # the policy itself refuses what is none
+    return KeepBest(match["metric"], int(match["count"]), mode)
 
 
 def _unreadable(text: str) -> UsageError:
     return UsageError(
-        f"--keep-best {text!r} cannot be read", advice="write METRIC, METRIC:N or METRIC:N:max, such as val_loss:2"
+        f"--keep-best {text!r} cannot be read",
+        advice="write METRIC, METRIC:N or METRIC:N:max, such as val_loss:2; a METRIC with a ':' in it needs its N",
     )
-
-
-def _require_metrics(policy: KeepPolicy, scan: Scan, run: str) -> None:
-    """A manager that keeps by a metric that no checkpoint has only warns: it may be reported late. Here it is a name
-    that was spelled wrong, and what should have been kept as the best would go."""
-    known = {name for found in scan.checkpoints if not found.damage for name in metrics_of(found)}
-    for metric, _ in policy.metrics:
-        if metric not in known:
-            raise UsageError(
-                f"no checkpoint has the metric '{metric}'",
-                run=run,
-                advice=f"there are: {', '.join(sorted(known)) or 'none'}",
-            )
 
 
 # What goes
@@ -255,7 +242,7 @@ def _as_json(outcome: _Outcome) -> dict[str, Any]:
 
 
 def _print(console: Console, outcome: _Outcome) -> None:
-    rows = table("", "step", "folder", "size", "reasons", right=("step", "size"))
+    rows = Columns("", "step", "folder", "size", "reasons", right=("step", "size"))
     for line in outcome.lines:
         texts = (line.step, line.folder, size_text(line.size_bytes), "; ".join(line.reasons))
         rows.add_row(cell(_word(line), "green" if line.keep else "red"), *(cell(text) for text in texts))

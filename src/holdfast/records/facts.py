@@ -7,6 +7,10 @@ from typing import Any
 import msgspec
 
 from holdfast.records.manifest import MeshRecord, TensorRecord, TreeRecord
+from holdfast.records.selector import Ranking
+
+# The key in `extra` of the note by which PyTorch's keys are found again in a plain state dict. No user can give it.
+STATE_DICT_NOTE = "dcp"
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +32,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     lease: int = 0
     links: bool = True
     epoch: int | None = None
+    ranking: Ranking = ()
 
 
 class Listing(msgspec.Struct, frozen=True):

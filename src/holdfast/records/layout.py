@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple, Self
 
 from holdfast.errors import UnsafeContentError, UsageError
 
@@ -31,6 +32,30 @@ class FolderName(NamedTuple):
 
     step: int
     attempt: int
+
+
+class Floor(NamedTuple):
+    """How far the names in a run have come: the highest step, and the highest attempt's number, of whatever step."""
+
+    step: int = -1
+    attempt: int = 0
+
+    @classmethod
+    def of(cls, names: Iterable[str]) -> Self:
+        """The floor under which all these names lie. Names of no checkpoint's folder are passed over."""
+        folders = [parsed for parsed in map(parse_folder, names) if parsed is not None]
+        return cls.highest(cls(*folder) for folder in folders)
+
+    @classmethod
+    def highest(cls, floors: Iterable[Self]) -> Self:
+        """One that is as high as each of them."""
+        found = list(floors)
+        steps, attempts = (floor.step for floor in found), (floor.attempt for floor in found)
+        return cls(max(steps, default=-1), max(attempts, default=0))
+
+    def first_attempt(self, step: int) -> int:
+        """The lowest number of an attempt at a step whose name, and every one above it, is none of those below."""
+        return 1 if step > self.step else self.attempt + 1
 
 
 def folder_name(step: int, attempt: int = 1) -> str:

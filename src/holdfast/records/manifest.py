@@ -19,6 +19,7 @@ from holdfast.errors import CorruptCheckpointError, HoldfastError, UnsupportedFo
 from holdfast.records import layout
 from holdfast.records.boxes import MAX_DIMENSIONS, Box, cover_exactly
 from holdfast.records.dtypes import element_type
+from holdfast.records.selector import Ranking
 from holdfast.records.wire import from_json
 
 FORMAT = 1
@@ -100,7 +101,8 @@ class MeshRecord(msgspec.Struct, frozen=True, kw_only=True, order=True):
 class _Body(msgspec.Struct, frozen=True, kw_only=True):
     """A committed checkpoint, but for its tensors. Values that may hold more than JSON can say (`metrics` ... `guards`)
     are encoded by the codec. `line` are the sequence numbers of all that this one goes back to, also those that are
-    gone, as ranges. `epoch` is how many epochs were done, where the training said so."""
+    gone, as ranges. `epoch` is how many epochs were done, where the training said so. `ranking`: the metrics that the
+    training keeps the best by, the first of them what `best` means, each with how it ranks."""
 
     run_id: str
     folder: str
@@ -122,6 +124,7 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
     line: tuple[tuple[Count, Count], ...] = ()
     epoch: Count | None = None
+    ranking: Ranking = ()
 
     @property
     def size_bytes(self) -> int:

@@ -1,4 +1,8 @@
-"""How a person names a checkpoint: `latest`, `best`, `best:val_loss`, `500`, a tag, a folder. Text in, value out."""
+"""How a person names a checkpoint: `latest`, `best`, `best:val_loss`, `500`, a tag, a folder. Text in, value out.
+
+A metric is named as it was saved: all behind `best:` is its name, but for a `:min` or `:max` at the end, which says how
+to rank. One whose own name ends so is named with it: `best:val:max:min`.
+"""
 
 from __future__ import annotations
 
@@ -10,27 +14,31 @@ from holdfast.errors import UsageError
 from holdfast.records.layout import MAX_STEP, check_step, parse_folder
 
 Kind = Literal["latest", "best", "step", "tag", "folder"]
+Mode = Literal["min", "max"]
+# Metrics, each with which of its values is the best; the first is the one that `best` alone means.
+Ranking = tuple[tuple[str, Mode], ...]
 
 _TAG = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}", re.ASCII)
-_METRIC = re.compile(r"[^\s:@][^:@\x00-\x1f]{0,255}")
+_METRIC = re.compile(r"\S[^\x00-\x1f]{0,255}")
+_MODE = re.compile(r":(min|max)\Z")
 
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """A parsed selector. `name` is the metric, the tag or the folder; `step` is set for a step alone."""
+    """A parsed selector. `name` is the metric, the tag or the folder; `step` is set for a step alone. Without a `mode`
+    a metric ranks as the run says."""
 
     kind: Kind
     name: str = ""
     step: int = 0
-    mode: Literal["min", "max"] = "min"
+    mode: Mode | None = None
 
     def __str__(self) -> str:
         if self.kind == "step":
             return str(self.step)
         if self.kind == "best":
             metric = f":{self.name}" if self.name else ""
-            explicit = self.mode == "max" or self.name in ("min", "max")
-            return f"best{metric}:{self.mode}" if explicit else f"best{metric}"
+            return f"best{metric}:{self.mode}" if self.mode else f"best{metric}"
         return self.name or self.kind
 
     @property
@@ -75,12 +83,15 @@ def check_tag(text: object) -> str:
 
 
 def _parse_best(spelled: str) -> Selector:
-    parts = spelled.split(":")
-    mode: Literal["min", "max"] = "max" if parts[-1] == "max" else "min"
-    names = parts[1:-1] if parts[-1] in ("min", "max") else parts[1:]
-    if len(names) > 1 or any(_METRIC.fullmatch(name) is None for name in names):
+    metric = _MODE.sub("", spelled.removeprefix("best"))
+    if metric and _METRIC.fullmatch(metric[1:]) is None:
         raise _unreadable(spelled)
-    return Selector("best", name=names[0] if names else "", mode=mode)
+    said = _MODE.search(spelled)
+    return Selector("best", name=metric[1:], mode=_as_mode(said[1]) if said else None)
+
+
+def _as_mode(word: str) -> Mode:
+    return "max" if word == "max" else "min"
 
 
 def _unreadable(text: object) -> UsageError:

@@ -49,6 +49,7 @@ def commit(
         versions=facts.versions,
         line=facts.line,
         epoch=facts.epoch,
+        ranking=facts.ranking,
     )
     require_number(catalog.storage, facts.lease)
     try:

@@ -65,9 +65,10 @@ def _existing(text: str, selector: str | int) -> tuple[Path, str | int]:
 
 
 def _split(text: str, selector: str | int) -> tuple[str, str | int]:
-    head, separator, tail = text.rpartition("@")
-    # Metrics are often called train/loss or val/loss; any other slash behind an `@` belongs to a path.
-    if not separator or ("/" in tail and not tail.startswith("best:")):
+    # Metrics are often called val/loss or acc@1; any other slash behind an `@` belongs to a path.
+    head, best, metric = text.rpartition("@best:")
+    head, separator, tail = (head, "@", f"best:{metric}") if best else text.rpartition("@")
+    if not separator or ("/" in tail and not best):
         return text, selector
     if selector != "latest":
         raise UsageError(

@@ -26,17 +26,18 @@ def write(
     storage: Storage,
     *,
     on_bytes: Callable[[int], None] = lambda count: None,
+    on_created: Callable[[str], None] = lambda name: None,
 ) -> Receipt:
     """Write everything that this rank writes, and return when bytes and names are durable. `on_bytes` hears of bytes
-    as they are handed on."""
+    as they are handed on, `on_created` of every file that came to be here: those, and no others, are ours to remove."""
     files: list[FileRecord] = []
     chunks: list[tuple[str, ChunkRecord]] = []
     for tensor_file in tensors:
-        file, written = _write_tensor_file(folder, tensor_file, storage, on_bytes)
+        file, written = _write_tensor_file(folder, tensor_file, storage, on_bytes, on_created)
         files.append(file)
         chunks += written
     for plain_file in plain:
-        files.append(_write_plain_file(folder, plain_file, storage))
+        files.append(_write_plain_file(folder, plain_file, storage, on_created))
     # The names go down before the receipt does: a manifest may only ever name what a power cut cannot take away.
     for place in sorted({layout.key(folder, file.name).rpartition("/")[0] for file in files}, reverse=True):
         storage.sync(place)
@@ -44,11 +45,16 @@ def write(
 
 
 def _write_tensor_file(
-    folder: str, file: TensorFile, storage: Storage, on_bytes: Callable[[int], None]
+    folder: str,
+    file: TensorFile,
+    storage: Storage,
+    on_bytes: Callable[[int], None],
+    on_created: Callable[[str], None],
 ) -> tuple[FileRecord, list[tuple[str, ChunkRecord]]]:
     frame = file.frame
     chunks: list[tuple[str, ChunkRecord]] = []
     with storage.create(layout.key(folder, file.name), frame.size_bytes) as sink:
+        on_created(file.name)
         tray = _Tray(sink, on_bytes)
         sink.write(frame.header)
         for chunk, start, source in zip(frame.chunks, frame.starts, file.sources, strict=True):
@@ -112,9 +118,10 @@ class _Tray:
             self._used = 0
 
 
-def _write_plain_file(folder: str, file: PlainFile, storage: Storage) -> FileRecord:
+def _write_plain_file(folder: str, file: PlainFile, storage: Storage, on_created: Callable[[str], None]) -> FileRecord:
     state = blake3()
     with storage.create(layout.key(folder, file.name), file.size_bytes) as sink:
+        on_created(file.name)
         for piece in file.pieces():
             state.update(piece)
             sink.write(piece)

@@ -193,6 +193,18 @@ def test_prune_deletes_exactly_what_it_said_it_would(run: Path, words: str, kept
     assert call("verify", run, "--all").exit_code == 0
 
 
+@pytest.mark.parametrize(("words", "kept"), [("val:loss:1", [3, 1]), ("val:loss:1:max", [3, 2]), ("val:1:1", [3])])
+def test_prune_takes_a_metric_with_a_colon_in_its_name(tmp_path: Path, words: str, kept: list[int]) -> None:
+    with holdfast.CheckpointManager(tmp_path, components(), mode="sync") as manager:
+        for step, value in ((1, 1.0), (2, 3.0), (3, 2.0)):
+            manager.save(step, metrics={"val:loss": value, "val:1": -step})
+    assert call("prune", tmp_path, "--keep-best", words, "--yes").exit_code == 0
+    assert steps(tmp_path) == kept
+    refused = call("prune", tmp_path, "--keep-best", "val:loss")
+    assert refused.exit_code == 2
+    assert "a METRIC with a ':' in it needs its N" in refused.stderr
+
+
 def test_prune_says_what_was_freed(run: Path) -> None:
     room = size_text(3 * holdfast.resolve(run).size_bytes)
     result = call("prune", run, "--keep-last", 2, "--yes")

@@ -60,6 +60,30 @@ def test_a_folders_name_gives_back_its_step_and_attempt(step: int, attempt: int)
     assert key_parts(name) == (name,)
 
 
+@given(
+    below=st.lists(st.tuples(STEPS, st.integers(1, 999))),
+    before=st.tuples(STEPS, st.integers(1, 999)),
+    step=STEPS,
+    more=st.integers(0, 9),
+)
+@example(below=[(4, 1)], before=(0, 1), step=4, more=0)
+@example(below=[(4, 1), (3, 2)], before=(0, 1), step=4, more=0)
+@steady
+def test_no_name_below_a_floor_is_one_above_it(
+    below: list[tuple[int, int]], before: tuple[int, int], step: int, more: int
+) -> None:
+    names = [layout.folder_name(*one) for one in below]
+    floor = layout.Floor.highest([layout.Floor.of([*names, "run.json", "latest"]), layout.Floor(*before)])
+    taken = layout.folder_name(step, floor.first_attempt(step) + more)
+    assert taken not in [*names, layout.folder_name(*before)]
+    assert (floor.first_attempt(step) == 1) == (step > floor.step)
+
+
+def test_without_names_the_floor_is_below_every_step() -> None:
+    assert layout.Floor.of(["run.json", "step-1", "step-000000001.1"]) == layout.Floor() == (-1, 0)
+    assert layout.Floor().first_attempt(0) == 1
+
+
 @given(one=st.tuples(STEPS, ATTEMPTS), other=st.tuples(STEPS, ATTEMPTS))
 @steady
 def test_two_attempts_never_share_a_name(one: tuple[int, int], other: tuple[int, int]) -> None:

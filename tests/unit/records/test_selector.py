@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -12,8 +14,10 @@ from holdfast.records.selector import Selector, check_tag, is_tag, parse_selecto
 
 steady = settings(derandomize=True, deadline=None, max_examples=400)
 
-METRICS = st.sampled_from(["min", "max", "val_loss", "a b", "loss/val", "ppl.best", "准确率", "latest", "500"]) | (
-    st.from_regex(r"[^\s:@][^:@\x00-\x1f]{0,20}", fullmatch=True)
+METRICS = (
+    st.sampled_from(["min", "max", "val_loss", "a b", "loss/val", "ppl.best", "准确率", "latest", "500", "acc@1"])
+    | st.lists(st.sampled_from(["val", "loss", "min", "max", ":"]), min_size=1, max_size=5).map(":".join)
+    | st.from_regex(r"\S[^\x00-\x1f]{0,20}", fullmatch=True)
 )
 TAGS = st.from_regex(r"[A-Za-z][A-Za-z0-9._-]{0,63}", fullmatch=True).filter(
     lambda text: text not in ("latest", "best") and not text.startswith("step-")
@@ -29,7 +33,7 @@ SELECTORS = st.one_of(
         st.integers(1, 999),
     ),
     st.builds(lambda name, mode: Selector("best", name=name, mode=mode), METRICS, st.sampled_from(["min", "max"])),
-    st.builds(lambda mode: Selector("best", mode=mode), st.sampled_from(["min", "max"])),
+    st.builds(lambda mode: Selector("best", mode=mode), st.sampled_from(["min", "max", None])),
 )
 
 
@@ -38,6 +42,10 @@ SELECTORS = st.one_of(
 @example(selector=Selector("best", name="min", mode="max"))
 @example(selector=Selector("best", name="max", mode="min"))
 @example(selector=Selector("best", name="max", mode="max"))
+@example(selector=Selector("best", name="val:loss", mode="min"))
+@example(selector=Selector("best", name="val:max", mode="min"))
+@example(selector=Selector("best", name=":", mode="max"))
+@example(selector=Selector("best", name="val:loss"))
 @steady
 def test_a_selector_reads_as_it_is_written(selector: Selector) -> None:
     assert parse_selector(str(selector)) == selector
@@ -81,6 +89,28 @@ def test_an_int_is_a_step_or_a_usage_error(number: int) -> None:
     else:
         with pytest.raises(UsageError):
             parse_selector(number)
+
+
+@pytest.mark.parametrize(
+    ("text", "metric", "mode"),
+    [
+        ("best", "", None),
+        ("best:max", "", "max"),
+        ("best:max:min", "max", "min"),
+        ("best:val:loss", "val:loss", None),
+        ("best:val:loss:max", "val:loss", "max"),
+        ("best:val:max:min", "val:max", "min"),
+        ("best:acc@1:max", "acc@1", "max"),
+    ],
+)
+def test_only_a_last_word_that_says_how_to_rank_is_no_part_of_the_metric(text: str, metric: str, mode: Any) -> None:
+    assert parse_selector(text) == Selector("best", name=metric, mode=mode)
+
+
+@pytest.mark.parametrize("text", ["best:", "best: loss", "best::max", "best:loss\n", "best:max\n", "bestloss:"])
+def test_what_names_no_metric_is_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_selector(text)
 
 
 @pytest.mark.parametrize("value", [True, False, None, 1.0, b"latest", [], object()])
