@@ -118,12 +118,12 @@ class Lease:
                 heart.start()
                 close_attempts(highest + 1)
                 floor = _lay_floor(storage, highest + 1, claims)
+                _forget_older(storage, highest, entries)
             except BaseException:
                 # Nobody would ever release it, and nobody else could have it while this process lives.
                 heart.stop()
                 _release(storage, highest + 1)
                 raise
-            _forget_older(storage, highest, entries)
             return cls(storage, highest + 1, floor, heart)
 
     def require(self) -> None:
