@@ -280,7 +280,9 @@ class Housekeeper:
             if folder in reading:
                 continue
             self._catalog.clear(folder)
-            if _is_dead(self._catalog.attempt_record(folder)):
+            # Who has not even said who he is has written nothing, and looks whose run it is before he commits.
+            unsaid = layout.ATTEMPT not in {entry.name for entry in self._catalog.storage.entries(folder)}
+            if unsaid or _is_dead(self._catalog.attempt_record(folder)):
                 self._catalog.remove(folder)
 
     # Links

@@ -327,6 +327,7 @@ SCENES: dict[str, list[list[Action]]] = {
     "who has not restored prunes by tags alone": [
         [start(Keep("tagged")), *saves(1, 1), DIES, start(Keep("tagged")), Prune(0, True, None)]
     ],
+    "the best one is the first": [[start(Keep("best")), *saves(0.25, 0.5, 1)]],
     "the best one is damaged": [
         [start(), *saves(0.5, 0.25), DIES, Damage(0, False), start(Keep("best"), restores=True), *saves(1, 1)]
     ],
@@ -361,10 +362,16 @@ def blind_to(**fields: Any) -> Callable[..., list[Record]]:
 
 
 @pytest.mark.guarantee("G4")
-@pytest.mark.parametrize("unseen", [{"tags": ()}, {"shield": ""}, {"on_line": True}, {"metrics": {}}], ids=str)
+@pytest.mark.parametrize("unseen", [{"tags": ()}, {"shield": ""}, {"on_line": True}], ids=str)
 def test_retention_that_does_not_see_something_is_noticed(unseen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(housekeeping, "records_of", blind_to(**unseen))
     noticed("G4")
+
+
+@pytest.mark.guarantee("G4")
+def test_retention_that_does_not_see_metrics_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(housekeeping, "records_of", blind_to(metrics={}))
+    noticed_in(SCENES["the best one is the first"], "G4")
 
 
 @pytest.mark.guarantee("G4")

@@ -406,8 +406,9 @@ def test_trainers_that_are_killed_between_commit_and_removal_lose_nothing_and_le
     assert "step-000000002" in folders(tmp_path), "its bytes, or what is left of them"
     assert all(holdfast.verify(tmp_path, step).ok for step in steps_of(tmp_path))
     assert values(run_ranks(2, go_on, tmp_path)) == [(3, True)] * 2
-    assert folders(tmp_path) == ["step-000000004"]
-    assert os.readlink(tmp_path / "latest") == "step-000000004"
+    (left,) = folders(tmp_path)
+    assert left in ("step-000000004", "step-000000004.2"), "another name, if they had begun to save it when they died"
+    assert os.readlink(tmp_path / "latest") == left
     assert holdfast.verify(tmp_path).ok
 
 
@@ -608,7 +609,7 @@ def test_resume_says_whether_there_must_may_or_must_not_be_something(play: Play)
     error = the_same_error([nothing[1] for nothing, *_ in seen])
     assert isinstance(error, CheckpointNotFoundError)
     for (loads, _), something, never, left in seen:
-        assert loads is False
+        assert loads is True
         assert something == (True, 2)
         assert never == (False, False, 0, True)
         assert left == ["step-000000001.2", "step-000000002", "step-000000001"]

@@ -68,7 +68,14 @@ def test_a_module_makes_no_code_of_data(module: str) -> None:
 def test_yaml_is_only_read_safely(module: str) -> None:
     tree = ast.parse((SOURCE / module).read_text())
     used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and dotted(node.value) == "yaml"}
-    assert used <= {"safe_load", "YAMLError"}
+    assert used <= {"safe_load", "SafeLoader", "YAMLError"}
+
+
+@pytest.mark.guarantee("G9")
+@pytest.mark.parametrize("tag", ["python/object/apply:os.getpid []", "python/name:os.getpid", "python/module:os"])
+def test_a_config_in_yaml_makes_no_objects(tag: str) -> None:
+    with pytest.raises(holdfast.UsageError, match="could not determine a constructor"):
+        holdfast.CheckpointConfig.from_yaml(f"run: !!{tag}\n")
 
 
 def test_the_scan_sees_what_it_looks_for() -> None:

@@ -659,9 +659,9 @@ def attempt(run: Run, step: int, who: Identity | None, *, lease: int = 0, **more
         (GONE, []),
         (HERE, ["attempt.json", "manifest.json"]),
         (FAR, ["attempt.json", "manifest.json"]),
-        (None, ["manifest.json"]),
+        (None, []),
     ],
-    ids=["dead", "alive", "elsewhere", "unknown"],
+    ids=["dead", "alive", "elsewhere", "has not said who he is"],
 )
 def test_a_closed_attempt_is_cleared_and_goes_when_its_writer_is_seen_to_be_dead(
     who: Identity | None, left: list[str]
