@@ -69,12 +69,11 @@ class Pace:
             self._needs_epoch = False
             logger.warning("Every(epochs=...) saves only where it is told, with epoch=, how many epochs are done")
         self._turn_to(step, epoch)
-        mine = _NOTHING if self._by_step is None else self._by_step.wish(Moment(step, epoch, self._last_epoch))
-        if self._by_leader is None:
-            return mine
-        self._pass_signals_on()
-        word = self._ranks.leaders_word(lambda: self._word(step, epoch))
-        wish = _both(mine, from_msgpack(word, Wish) if word else _NOTHING)
+        wish = _NOTHING if self._by_step is None else self._by_step.wish(Moment(step, epoch, self._last_epoch))
+        if self._by_leader is not None:
+            self._pass_signals_on()
+            word = self._ranks.leaders_word(lambda: self._word(step, epoch))
+            wish = _both(wish, from_msgpack(word, Wish) if word else _NOTHING)
         self.stopping = self.stopping or wish.stop
         return wish
 

@@ -14,7 +14,7 @@ import pytest
 
 from holdfast.errors import RankError, UsageError
 from holdfast.pacing import Pace, Time
-from holdfast.policies import At, Every, OnLastStep, OnSignal, TimeLimit, Trigger, Wish
+from holdfast.policies import At, Every, Moment, OnLastStep, OnSignal, TimeLimit, Trigger, Wish
 from holdfast.ranks import Alone, Ranks, StoreRanks
 from holdfast.testing import simulate_ranks
 
@@ -242,6 +242,18 @@ def test_what_asks_to_stop_asks_for_one_save_and_other_triggers_go_on() -> None:
     assert [pace.wants_save(step, None) for step in range(3, 12)] == [step == 10 for step in range(3, 12)]
     assert pace.stopping
     pace.close()
+
+
+def test_a_trigger_of_ones_own_that_stops_by_the_step_alone_is_heard() -> None:
+    class Enough(Trigger):
+        by_step = True
+
+        def wish(self, moment: Moment) -> Wish:
+            return Wish(False, moment.step >= 2, ("enough",))
+
+    pace = Pace(Enough(), Alone())
+    assert (pace.wants_save(1, None), pace.stopping) == (False, False)
+    assert (pace.wants_save(2, None), pace.stopping) == (True, True)
 
 
 def test_a_signal_that_nobody_asked_about_is_no_wish() -> None:
