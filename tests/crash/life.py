@@ -417,17 +417,7 @@ _actions = st.integers(0, (1 << 24) - 1).map(_action)
 
 
 class Life(RuleBasedStateMachine):
-    """Trainers, readers and accidents on one run.
-
-    `tolerated`: what is known to be wrong, each with a test of its own that says so; the game goes on in spite of it.
-    """
-
-    tolerated = frozenset(
-        {
-            "an orphan does not know which steps its line has",
-            "a claim that could not be synced stays",
-        }
-    )
+    """Trainers, readers and accidents on one run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -590,7 +580,6 @@ class Life(RuleBasedStateMachine):
         self.marks += 1
         who.part.become(self.marks)
         there = [kept for kept in self.known.values() if kept.step == step and kept.sequence in who.line]
-        orphan = self._is_orphan(who.head) and self._tolerates("an orphan does not know which steps its line has")
         may, tags = self._may_write(who.door, who.manager.number), () if tag is None else (tag,)
         planned = Planned(step, self.marks, metrics, tags, who.head, who.line)
 
@@ -606,10 +595,9 @@ class Life(RuleBasedStateMachine):
             noted,
             who,
             lambda: who.manager.save(step, metrics=metrics, tag=tag).wait(),
-            adds=None if (there and not orphan) or not may else planned,
+            adds=None if there or not may else planned,
         )
         fired = who.door.fired
-        there = [] if orphan and not isinstance(outcome, Checkpoint) else there
         if outcome is DEAD:
             return
         if isinstance(outcome, Checkpoint):
@@ -817,15 +805,14 @@ class Life(RuleBasedStateMachine):
 
     def _close(self, who: Trainer) -> None:
         may = self._may_write(who.door, who.manager.number)
-        goes, number = self._goes(who) if may and who.prunes else frozenset(), who.manager.number
+        goes = self._goes(who) if may and who.prunes else frozenset()
         who.door.arm(None)
         outcome = self._do(who, who.manager.close, goes=goes, exact=may and who.prunes)
         if isinstance(outcome, HoldfastError):
             raise Violation(f"G6: heard again: {outcome!r}") from outcome
         self.trainers.remove(who)
         who.process.alive = False
-        held = number > 0 or not self._tolerates("a claim that could not be synced stays")
-        if held and self.room.writer_on()[1] is who.process and not self.room.writer_on()[2]:
+        if self.room.writer_on()[1] is who.process and not self.room.writer_on()[2]:
             raise Violation("G13: a run that was closed is not free")
 
     def _read(self, kept: Kept, host: str) -> None:
@@ -1137,12 +1124,6 @@ class Life(RuleBasedStateMachine):
         return found
 
     # Small things
-
-    def _is_orphan(self, head: Kept | None) -> bool:
-        return head is not None and head.digest not in self.known
-
-    def _tolerates(self, what: str) -> bool:
-        return what in self.tolerated
 
     def _door(self, host: str) -> Door:
         door = Door(self.room, self.room.process(host))

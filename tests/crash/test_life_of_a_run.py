@@ -65,8 +65,8 @@ def quiet() -> Iterator[None]:
     logger.setLevel(before)
 
 
-def play(sequences: int, number: int, *, shrink: bool = True, tolerated: frozenset[str] = Life.tolerated) -> None:
-    machine = seed(number)(type("Life", (Life,), {"tolerated": tolerated}))
+def play(sequences: int, number: int, *, shrink: bool = True) -> None:
+    machine = seed(number)(type("Life", (Life,), {}))
     run_state_machine_as_test(
         machine,
         settings=settings(
