@@ -33,19 +33,19 @@ MICRO_BATCH_SECONDS = 0.070
 MOST_SEQUENCES = 64
 PEER_ROUNDS = 2
 # What a first save is thought to take, until there is one to go by.
-GUESS_SECONDS = {"limit": 5.0, "holdfast": 9.0, "peer": 25.0}
+GUESS_SECONDS = {"limit": 5.0, "holdfast": 15.0, "peer": 20.0}
 
 
 class GpuTraining:
     """Steps of some micro-batches of whole sequences; a step ends when the device has done it."""
 
-    def __init__(self, model: GPT, optimizer: torch.optim.Optimizer, sequences: int, micro_batches: int) -> None:
+    def __init__(
+        self, model: GPT, optimizer: torch.optim.Optimizer, sequences: int, micro_batches: int, plain_steps: int
+    ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.micro_batches = micro_batches
-        # About three seconds each: what a save costs is less than a thousandth of the time that it takes, and a device
-        # that stood still while a disk was measured runs its next steps faster than any later ones.
-        self.plain_steps = self.idle_steps = 12 if micro_batches > 1 else 40
+        self.plain_steps = self.idle_steps = plain_steps
         self.tokens = torch.randint(0, model.tokens.num_embeddings, (sequences, CONTEXT + 1), device="cuda")
 
     def step(self, hold: Callable[[], AbstractContextManager[object]]) -> None:
@@ -100,7 +100,7 @@ def gpu_state(small: bool) -> State:
 
 def sequences_for(model: GPT, optimizer: torch.optim.Optimizer) -> int:
     """As many sequences as make a micro-batch last about as long as it should, found by trying few."""
-    trial = GpuTraining(model, optimizer, 4, 1)
+    trial = GpuTraining(model, optimizer, 4, 1, 0)
     for _ in range(3):
         trial.micro_batch()
     torch.cuda.synchronize()
@@ -116,7 +116,10 @@ def sequences_for(model: GPT, optimizer: torch.optim.Optimizer) -> int:
 def scenes(state: State, folder: Path, rounds: int) -> list[Scene]:
     model, optimizer = state.components["model"], state.components["optimizer"]
     sequences = sequences_for(model, optimizer)
-    four, one = (GpuTraining(model, optimizer, sequences, count) for count in (4, 1))
+    # Three seconds each: what a save costs is a few thousandths of the time that it takes, and a device that stood
+    # still while a disk was measured runs its next steps faster than any later ones. What a peer costs is much more.
+    four, one = (GpuTraining(model, optimizer, sequences, *counts) for counts in ((4, 12), (1, 40)))
+    four_of_peers = GpuTraining(model, optimizer, sequences, 4, 4)
     raw, copy = (savers.named(kind, name)(folder, state) for kind, name in RAW)
     pinned, device = (make(folder, state) for make in savers.ours("async_pinned", "async_device"))
     mine = [
@@ -128,7 +131,7 @@ def scenes(state: State, folder: Path, rounds: int) -> list[Scene]:
         Scene("holdfast, async_pinned, 1 micro-batch", pinned, one, PEER_ROUNDS),
     ]
     peers = [make(folder, state) for make in savers.gpu_peers()]
-    return mine + [Scene(f"{saver.name}, 4 micro-batches", saver, four, PEER_ROUNDS) for saver in peers]
+    return mine + [Scene(f"{saver.name}, 4 micro-batches", saver, four_of_peers, PEER_ROUNDS) for saver in peers]
 
 
 COPY = "device to page-locked host, tensor by tensor"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -56,13 +56,21 @@ def scopes_in_world(component: Any, *, rank: int, size: int) -> tuple[int, int]:
     return component.place(rank, size) if isinstance(component, PerRank) else (rank, size)
 
 
-def parameter_names(module: torch.nn.Module) -> dict[int, str]:
+def parameter_names(module: torch.nn.Module) -> Mapping[int, str]:
     """Each parameter's name in a checkpoint, by the parameter's identity. A tied one has its first name."""
-    for part in module.modules():
+    parts = _parts(module)
+    for part in parts:
         # After a forward pass without a backward one FSDP still shows whole parameters, which no optimizer knows.
         if isinstance(part, FSDPModule):
             part.reshard()
-    return {id(parameter): name for name, parameter in _named_parameters(module)}
+    shape = _shape(parts)
+    known: tuple[list[object], dict[int, str]] | None = _known_names.get(module)
+    if known is None or known[0] != shape:
+        names: dict[int, str] = {}
+        for raw, parameter in module.named_parameters():
+            names.setdefault(id(parameter), clean_name(module, raw))
+        known = _known_names[module] = (shape, names)
+    return known[1]
 
 
 def optimizer_names(optimizer: torch.optim.Optimizer, components: Mapping[str, Any], component: str) -> list[str]:
@@ -91,20 +99,30 @@ def optimizer_names(optimizer: torch.optim.Optimizer, components: Mapping[str, A
     return [f"{owner[0]}.{owner[1]}" if several else owner[1] for owner in found if owner]
 
 
-def _named_parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    cleaned: dict[str, str] = _clean_names.setdefault(module, {})
-    seen: set[int] = set()
-    for raw, parameter in module.named_parameters():
-        if id(parameter) not in seen:
-            seen.add(id(parameter))
-            name = cleaned.get(raw)
-            if name is None:
-                name = cleaned[raw] = clean_name(module, raw)
-            yield name, parameter
+def _parts(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """A module and all below it, each once."""
+    parts: dict[int, torch.nn.Module] = {}
+    ahead: list[torch.nn.Module | None] = [module]
+    while ahead:
+        part = ahead.pop()
+        if part is not None and id(part) not in parts:
+            parts[id(part)] = part
+            ahead += part._modules.values()
+    return list(parts.values())
 
 
-# What `clean_name` said before, by module: it walks down the whole model for each name.
-_clean_names = WeakIdKeyDictionary()
+def _shape(parts: list[torch.nn.Module]) -> list[object]:
+    """All that the names of the parameters depend on: which parts and parameters there are, and under which keys."""
+    found: list[object] = []
+    for part in parts:
+        found += (id(part), type(part), *part._modules, *part._parameters)
+        found += map(id, part._modules.values())
+        found += map(id, part._parameters.values())
+    return found
+
+
+# The names that were found for a module, and what it looked like: to find them takes much longer than to look again.
+_known_names = WeakIdKeyDictionary()
 
 
 def clean_name(module: torch.nn.Module, raw: str) -> str:

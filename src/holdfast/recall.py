@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -69,6 +70,7 @@ class Remembered:
 
 
 _UNKNOWN: Any = object()
+_COLUMNS = (type, *map(attrgetter, ("dtype", "shape", "device", "layout")), torch.Tensor.is_contiguous)
 
 
 def remember(tree: CapturedTree, state: Any) -> Remembered | None:
@@ -152,10 +154,11 @@ def _encoded(state: Any, tree: CapturedTree, path: tuple[str, ...]) -> Any:
 
 
 def _specs(tensors: list[torch.Tensor]) -> list[Any]:
-    """All that must be the same about each tensor. In one comprehension: there may be very many."""
-    plain = [(type(one), one.dtype, one.shape, one.device, one.layout, one.is_contiguous()) for one in _locals(tensors)]
+    """All that must be the same about each tensor, in columns: there may be very many."""
+    plain = _locals(tensors)
     placed = [one._spec for one in tensors if is_sharded(one)] if any_sharded(tensors) else []
-    return [plain, list(map(type, tensors)), placed]
+    columns = [list(map(column, plain)) for column in _COLUMNS]
+    return [*columns, list(map(type, tensors)), placed]
 
 
 def _sharing(tensors: list[torch.Tensor]) -> list[int]:

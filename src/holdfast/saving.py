@@ -45,7 +45,7 @@ from holdfast.stages.capture import Capture, Capturer
 from holdfast.stages.commit import commit
 from holdfast.stages.stage import FileLayout, asset_files, lay_out, stage, values_file
 from holdfast.stages.write import write
-from holdfast.staging import ChosenMode, Mode, Stager, owned_places, room_for_clone
+from holdfast.staging import ChosenMode, Mode, Stager, is_on_device, owned_places, room_for_clone
 from holdfast.writer.client import Writer, start_writer
 
 logger = logging.getLogger("holdfast")
@@ -421,8 +421,7 @@ class Saver:
         pending.size_bytes = sum(image.size_bytes for image in images) + sum(file.size_bytes for file in plain)
         pending.written_bytes = lambda: arena.written
         self._jobs += 1
-        by_device = any(tensor.is_cuda for tensor in memory)
-        job = self._job(work, mine.number, self._stager.stage_plain(plain), eager=by_device)
+        job = self._job(work, mine.number, self._stager.stage_plain(plain), eager=is_on_device(memory))
         handed.number, handed.writer, handed.arena = job.number, writer, arena
         writer.tell(job)
         behind = mode in ("async_pinned", "async_device")

@@ -12,6 +12,8 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -34,7 +36,7 @@ ChosenMode = Literal["auto", "sync", "async", "async_pinned", "async_device"]
 
 _BYTE = torch.uint8
 _QUEUE_COPIES = 800
-_DEVICE_GROUP_BYTES = 256 << 20
+_FIRST_GROUP_BYTES = 256 << 20
 _SLACK_BYTES = 1 << 20
 _PORTABLE = 1
 # What a clone on the device leaves free: an allocator needs room to move, and other libraries take some, too.
@@ -94,6 +96,17 @@ class _Copy(NamedTuple):
     end: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Whereabouts:
+    """The device of each source and, by their indices: those in host memory, runs that are copied as one, the rest."""
+
+    devices: list[torch.device]
+    used: list[torch.device]
+    here: list[int]
+    runs: list[tuple[int, int]]
+    singles: list[int]
+
+
 class Stager:
     """The arena of one rank and the ways into it."""
 
@@ -107,9 +120,10 @@ class Stager:
         self._order: list[int] = []
         self._special: list[int] = []
         self._tensor_bytes = 0
+        self._small: list[int] = []
+        self._large: list[int] = []
         self._trays: dict[tuple[int, int], _Tray] = {}
-        self._devices: list[torch.device] = []
-        self._known_runs: list[tuple[int, int]] = []
+        self._whereabouts: _Whereabouts | None = None
         self._streams: dict[torch.device, Any] = {}
         self._staging: Staging | None = None
         self._reading: list[torch.device] = []
@@ -160,7 +174,7 @@ class Stager:
             sources[index] = _copyable(sources[index])
         staging = Staging(arena, self._tensor_bytes)
         with torch.no_grad():
-            if any(source.is_cuda for source in sources):
+            if is_on_device(sources):
                 self._register(arena)
                 self._send_copies(sources, mode, owned, staging)
             else:
@@ -193,8 +207,8 @@ class Stager:
         return self._arena
 
     def _forget_places(self) -> None:
-        self._views, self._chunks, self._order, self._special, self._trays = [], [], [], [], {}
-        self._devices, self._known_runs = [], []
+        self._views, self._chunks, self._order, self._special = [], [], [], []
+        self._small, self._large, self._trays, self._whereabouts = [], [], {}, None
 
     def _lay_out(self, files: Sequence[FileLayout]) -> None:
         """The headers in their places, and a tensor over the place of each chunk that is not empty."""
@@ -208,6 +222,7 @@ class Stager:
                     chunk = _Chunk(start, start + place.size_bytes, torch_dtype(framed.kind.name), framed.box.sizes)
                     if chunk.dtype.is_complex or not _copies(chunk.dtype):
                         self._special.append(len(self._order))
+                    (self._small if place.size_bytes < SMALL_BYTES else self._large).append(len(self._order))
                     self._order.append(part)
                     self._chunks.append(chunk)
                     self._views.append(chunk.on(torch.frombuffer(arena.memory[chunk.start : chunk.end], dtype=_BYTE)))
@@ -215,9 +230,10 @@ class Stager:
     def _copy(self, sources: list[torch.Tensor], arena: Arena) -> None:
         """Small tensors in one call of torch, large ones as bytes, by several threads."""
         moves: list[Move] = []
-        others: list[int] = []
-        for index, (source, chunk) in enumerate(zip(sources, self._chunks, strict=True)):
-            if chunk.end - chunk.start >= SMALL_BYTES and is_host_memory(source):
+        others = self._small.copy()
+        for index in self._large:
+            source, chunk = sources[index], self._chunks[index]
+            if is_host_memory(source):
                 moves.append(Move(arena.address + chunk.start, source.data_ptr(), chunk.end - chunk.start))
             else:
                 others.append(index)
@@ -234,8 +250,8 @@ class Stager:
     def _send_copies(self, sources: list[torch.Tensor], mode: Mode, owned: Set[Place], staging: Staging) -> None:
         """In the order of the training's stream: small chunks are gathered, and what may change is cloned. The copies
         to the arena then are made by streams of our own."""
-        on_device = [source for source in sources if source.is_cuda]
-        gathered, singles = self._gather(sources)
+        where = self._where(sources)
+        gathered, singles = self._gather(sources, where.runs), where.singles
         loose = [index for index in singles if (sources[index].data_ptr(), sources[index].nbytes) not in owned]
         cloned = mode == "async_device" and self._clone(sources, singles)
         if not cloned and not self._clone(sources, loose):
@@ -244,19 +260,18 @@ class Stager:
             singles = [index for index in singles if index not in set(loose)]
         copies = [_Copy(self._views[index], sources[index], self._chunks[index].end) for index in singles]
         copies = sorted([*gathered, *copies], key=lambda copy: copy.end)
-        here = [index for index, source in enumerate(sources) if not source.is_cuda]
-        _copy_all([self._views[index] for index in here], [sources[index] for index in here])
-        ready = {device: _event(torch.cuda.current_stream(device)) for device in {one.device for one in on_device}}
+        _copy_all([self._views[index] for index in where.here], [sources[index] for index in where.here])
+        ready = {device: _event(torch.cuda.current_stream(device)) for device in where.used}
         staging.send(lambda: self._send(copies, ready), len(copies))
         self._staging, self._reading = (None, []) if cloned else (staging, list(ready))
 
     def _send(self, copies: list[_Copy], ready: dict[torch.device, Any]) -> list[tuple[Any, int]]:
-        """Enqueue the copies, with an event after each few hundred megabytes."""
+        """Enqueue the copies, with an event after each group of them."""
         for device, event in ready.items():
             self._stream(device).wait_event(event)
         # What the training's own stream copied, or gathered, is there when it has come to this place.
         groups: list[tuple[Any, int]] = [(event, 0) for event in ready.values()]
-        for first, last in _groups([copy.end for copy in copies], _DEVICE_GROUP_BYTES):
+        for first, last in _groups([copy.end for copy in copies], _FIRST_GROUP_BYTES):
             for device in ready:
                 stream = self._stream(device)
                 mine = [copy for copy in copies[first:last] if copy.source.device == device]
@@ -266,26 +281,32 @@ class Stager:
                 groups.append((_event(stream), copies[last - 1].end if device == list(ready)[-1] else 0))
         return groups
 
-    def _gather(self, sources: list[torch.Tensor]) -> tuple[list[_Copy], list[int]]:
-        """Copy small neighbours on a device together, so that each run of them is one copy to the arena; and the chunks
-        that are in no such run. A device's queue is short, and to enqueue a copy costs more than its few bytes do."""
-        copies: list[_Copy] = []
-        singles: list[int] = []
+    def _where(self, sources: list[torch.Tensor]) -> _Whereabouts:
+        """Where the sources lie, and what follows from it; found anew when one of them has moved."""
         devices = [source.device for source in sources]
-        if devices != self._devices:
-            self._devices, self._known_runs = devices, list(self._runs(sources))
-        for first, last in self._known_runs:
-            if last - first == 1:
-                if sources[first].is_cuda:
-                    singles.append(first)
-                continue
+        if self._whereabouts is None or devices != self._whereabouts.devices:
+            runs = list(self._runs(sources))
+            self._whereabouts = _Whereabouts(
+                devices,
+                used=[device for device in dict.fromkeys(devices) if device.type == "cuda"],
+                here=[index for index, source in enumerate(sources) if not source.is_cuda],
+                runs=[(first, last) for first, last in runs if last - first > 1],
+                singles=[first for first, last in runs if last - first == 1 and sources[first].is_cuda],
+            )
+        return self._whereabouts
+
+    def _gather(self, sources: list[torch.Tensor], runs: Sequence[tuple[int, int]]) -> list[_Copy]:
+        """Copy small neighbours on a device together, so that each run of them is one copy to the arena. A device's
+        queue is short, and to enqueue a copy costs more than its few bytes do."""
+        copies: list[_Copy] = []
+        for first, last in runs:
             tray = self._trays.get((first, last))
             if tray is None or tray.device != sources[first].device:
                 tray = _Tray(self._require_arena(), self._chunks[first:last], sources[first].device)
                 self._trays[first, last] = tray
             tray.take(sources[first:last])
             copies.append(_Copy(tray.target, tray.memory, self._chunks[last - 1].end))
-        return copies, singles
+        return copies
 
     def _runs(self, sources: list[torch.Tensor]) -> Iterator[tuple[int, int]]:
         """Ranges of chunks that can be copied as one: small, on one device, next to each other."""
@@ -352,6 +373,11 @@ def room_for_clone(device: torch.device) -> int:
     free, _ = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
     return int(free + cached - _DEVICE_RESERVE_BYTES)
+
+
+def is_on_device(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether any of them is in a device's memory. There may be very many, so no generator asks them."""
+    return any(map(attrgetter("is_cuda"), tensors))
 
 
 def owned_places(optimizers: Iterable[torch.optim.Optimizer]) -> set[Place]:
@@ -454,11 +480,13 @@ def _copyable(source: torch.Tensor) -> torch.Tensor:
 
 
 def _groups(ends: Sequence[int], size_bytes: int) -> Iterator[tuple[int, int]]:
-    """Ranges of chunks that are about that large together."""
+    """Ranges of chunks, the first about that large together, each next one twice as large: a disk is slower than a
+    device's copies, so its writer falls behind, and needs to hear less and less often that there is more."""
     first, limit = 0, size_bytes
     for index, end in enumerate(ends):
         if end >= limit:
             yield first, index + 1
+            size_bytes *= 2
             first, limit = index + 1, end + size_bytes
     if first < len(ends):
         yield first, len(ends)

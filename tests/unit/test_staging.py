@@ -1,0 +1,28 @@
+"""In which groups a device's copies are sent."""
+
+from itertools import accumulate, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.staging import _groups
+
+
+@given(st.lists(st.integers(1, 400), max_size=60))
+def test_every_copy_is_in_one_group_and_no_group_is_empty(sizes: list[int]) -> None:
+    groups = list(_groups(list(accumulate(sizes)), 100))
+    assert [index for first, last in groups for index in range(first, last)] == list(range(len(sizes)))
+    assert all(first < last for first, last in groups)
+
+
+def test_groups_grow() -> None:
+    groups = list(_groups(range(1, 1001), 100))
+    assert [last - first for first, last in groups] == [100, 200, 400, 300]
+
+
+@pytest.mark.parametrize("count", [1_000, 10_000])
+def test_a_large_state_has_few_groups(count: int) -> None:
+    groups = list(_groups(range(1, count + 1), 1))
+    assert len(groups) <= count.bit_length()
+    assert all(later[1] - later[0] == 2 * (earlier[1] - earlier[0]) for earlier, later in pairwise(groups[:-1]))
