@@ -232,7 +232,7 @@ def table(losses: Sequence[Loss], size_bytes: int) -> str:
 
 def bars(losses: Sequence[Loss]) -> list[Bar]:
     found = {one.name: one for one in losses}
-    pinned, four, one = found[PINNED_FOUR], found[DEVICE_FOUR], found[DEVICE_ONE]
+    pinned, four, one = (found.get(name, Loss(name)) for name in (PINNED_FOUR, DEVICE_FOUR, DEVICE_ONE))
     raw = median(found[savers.RAW_WRITE].durable)
     found_bars = [
         at_most("time inside save(), async_pinned", median(pinned.call), 0.010),
@@ -258,10 +258,15 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.set_defaults(rounds=5)
     parser.add_argument("--budget", type=float, default=220.0, help="seconds for the whole run")
+    parser.add_argument("--only", default="", help="of the savers, those whose line has this in its title")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     state = gpu_state(given.small)
-    stages = scenes(state, given.folder, given.rounds)
+    stages = [
+        scene
+        for scene in scenes(state, given.folder, given.rounds)
+        if scene.saver.role == "limit" or given.only in scene.title
+    ]
     for training in {id(scene.training): scene.training for scene in stages if scene.training}.values():
         seconds = median(steps(training, 6)[3:])
         said = f"{training.micro_batches} micro-batches of {len(training.tokens)} sequences"
@@ -274,7 +279,7 @@ def main() -> None:
         f"{time.perf_counter() - began:.0f} s in all\n\n{bars_table(bars(losses))}\n{table(losses, state.size_bytes)}"
     )
     numbers = {"size_bytes": state.size_bytes, "losses": {one.name: asdict(one) for one in losses}}
-    write_results("gpu-save", text, numbers, given.results)
+    write_results("gpu-save-part" if given.only else "gpu-save", text, numbers, given.results)
     for saver in {id(scene.saver): scene.saver for scene in stages if scene.loss.call}.values():
         saver.close()
     shutil.rmtree(given.folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""How much host memory is left for a rank: what the machine has, or what the limit of its job leaves. Numbers only."""
+"""A rank's share of its machine: the host memory that is left, or that the limit of its job leaves; the processors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["room_for_staging"]
+__all__ = ["own_processors", "room_for_staging"]
 
 _GROUPS = Path("/sys/fs/cgroup")
 _SHARE = 0.9
@@ -15,7 +15,17 @@ _SHARE = 0.9
 def room_for_staging() -> int:
     """This rank's share of the memory that is free; the other ranks of the machine stage at the same time."""
     free = min([_free_on_machine(), *_free_in_groups()])
-    return int(_SHARE * max(free, 0)) // max(int(os.environ.get("LOCAL_WORLD_SIZE") or 1), 1)
+    return int(_SHARE * max(free, 0)) // _ranks_here()
+
+
+def own_processors() -> int:
+    """How many processors there are for each rank of this machine."""
+    return max(len(os.sched_getaffinity(0)) // _ranks_here(), 1)
+
+
+def _ranks_here() -> int:
+    count = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(int(count), 1) if count.isdecimal() else 1
 
 
 def _free_on_machine() -> int:

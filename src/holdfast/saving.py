@@ -45,7 +45,7 @@ from holdfast.stages.capture import Capture, Capturer
 from holdfast.stages.commit import commit
 from holdfast.stages.stage import FileLayout, asset_files, lay_out, stage, values_file
 from holdfast.stages.write import write
-from holdfast.staging import ChosenMode, Mode, Stager, is_on_device, owned_places, room_for_clone
+from holdfast.staging import ChosenMode, Mode, Stager, is_on_device, room_for_clone
 from holdfast.writer.client import Writer, start_writer
 
 logger = logging.getLogger("holdfast")
@@ -426,7 +426,7 @@ class Saver:
         writer.tell(job)
         behind = mode in ("async_pinned", "async_device")
         optimizers = _optimizers(work.request.components) if behind else []
-        staging = self._stager.stage(memory, mode, owned_places(optimizers))
+        staging = self._stager.stage(memory, mode, optimizers)
         handed.finish_staging = staging.finish
         if behind:
             self._hold_back(optimizers)

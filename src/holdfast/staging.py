@@ -9,9 +9,8 @@ training goes on; nothing torn can come of it, because
 from __future__ import annotations
 
 import logging
-import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
@@ -25,6 +24,7 @@ from holdfast.records import images
 from holdfast.records.files import PlainFile
 from holdfast.records.images import Image, PlainImage
 from holdfast.records.tensorfile import SMALL_BYTES
+from holdfast.room import own_processors
 from holdfast.stages.stage import FileLayout
 from holdfast.tensors import any_sharded, is_host_memory, is_sharded, torch_dtype
 
@@ -163,11 +163,9 @@ class Stager:
             position = _aligned(end)
         return tuple(images)
 
-    def stage(self, memory: Sequence[torch.Tensor], mode: Mode, owned: Set[Place]) -> Staging:
-        """Copy what is in host memory, and send the copies of devices on their way.
-
-        `owned` are the places of tensors that nothing but an optimizer's step changes.
-        """
+    def stage(self, memory: Sequence[torch.Tensor], mode: Mode, optimizers: Sequence[torch.optim.Optimizer]) -> Staging:
+        """Copy what is in host memory, and send the copies of devices on their way. The optimizers wait for those of
+        what is theirs before they change it."""
         arena = self._require_arena()
         sources = [memory[part] for part in self._order]
         for index in self._special:
@@ -176,7 +174,7 @@ class Stager:
         with torch.no_grad():
             if is_on_device(sources):
                 self._register(arena)
-                self._send_copies(sources, mode, owned, staging)
+                self._send_copies(sources, mode, optimizers, staging)
             else:
                 self._copy(sources, arena)
         return staging
@@ -247,17 +245,25 @@ class Stager:
 
     # Devices
 
-    def _send_copies(self, sources: list[torch.Tensor], mode: Mode, owned: Set[Place], staging: Staging) -> None:
+    def _send_copies(
+        self,
+        sources: list[torch.Tensor],
+        mode: Mode,
+        optimizers: Sequence[torch.optim.Optimizer],
+        staging: Staging,
+    ) -> None:
         """In the order of the training's stream: small chunks are gathered, and what may change is cloned. The copies
         to the arena then are made by streams of our own."""
         where = self._where(sources)
         gathered, singles = self._gather(sources, where.runs), where.singles
-        loose = [index for index in singles if (sources[index].data_ptr(), sources[index].nbytes) not in owned]
         cloned = mode == "async_device" and self._clone(sources, singles)
-        if not cloned and not self._clone(sources, loose):
-            # No room for clones: the training's own stream makes these copies, and the training waits for them.
-            _copy_now([self._views[index] for index in loose], [sources[index] for index in loose])
-            singles = [index for index in singles if index not in set(loose)]
+        if not cloned:
+            owned = owned_places(optimizers)
+            loose = [index for index in singles if (sources[index].data_ptr(), sources[index].nbytes) not in owned]
+            if not self._clone(sources, loose):
+                # No room for clones: the training's own stream makes these copies, and the training waits for them.
+                _copy_now([self._views[index] for index in loose], [sources[index] for index in loose])
+                singles = [index for index in singles if index not in set(loose)]
         copies = [_Copy(self._views[index], sources[index], self._chunks[index].end) for index in singles]
         copies = sorted([*gathered, *copies], key=lambda copy: copy.end)
         _copy_all([self._views[index] for index in where.here], [sources[index] for index in where.here])
@@ -356,9 +362,7 @@ class Stager:
 
 def _copying_threads() -> int:
     """This rank's share of the cores, whatever torch computes with: the training stands still meanwhile."""
-    here = os.environ.get("LOCAL_WORLD_SIZE", "")
-    neighbours = int(here) if here.isdigit() and int(here) > 0 else 1
-    return max(len(os.sched_getaffinity(0)) // neighbours, int(torch.get_num_threads()))
+    return max(own_processors(), int(torch.get_num_threads()))
 
 
 def _event(stream: Any) -> Any:

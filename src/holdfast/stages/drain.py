@@ -1,27 +1,30 @@
 """Write the images of an arena out while they are still being staged, and make them durable. A receipt leaves.
 
-Two threads follow the trainer's copy: one writes large aligned pieces, one digests. Knows no torch and no ranks.
+Threads follow the trainer's copy: one writes large aligned pieces, the others digest. Knows no torch and no ranks.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from blake3 import blake3
 
 from holdfast.arena import Arena
 from holdfast.records import layout
-from holdfast.records.images import Image, Place, PlainImage
+from holdfast.records.images import Image, PlainImage
 from holdfast.records.manifest import BLOCK_BYTES, ChunkRecord, FileRecord, tensor_file_digest
 from holdfast.records.state import Receipt
+from holdfast.room import own_processors
 from holdfast.storage.base import Sink, Storage
 
 PIECE_BYTES = 8 << 20
 _PAUSE_SECONDS = 0.001
 _PATIENCE_SECONDS = 0.25
 _PATIENT_BYTES = 256 << 20
+_MAX_DIGESTERS = 4
 
 
 def drain(
@@ -43,7 +46,7 @@ def drain(
     `check_source` raises when whoever stages will never finish; it is asked while there is nothing to do. `on_created`
     hears of every file that came to be here: those, and no others, are ours to remove.
     """
-    digesting = _Digesting(images, arena)
+    digesting = _Digesting(images, arena, patient=not eager)
     digesting.start()
     try:
         if images and not eager:
@@ -92,15 +95,21 @@ def _write_plain(file: PlainImage, arena: Arena, sink: Sink) -> FileRecord:
 
 
 class _Digesting:
-    """A thread that digests the images block by block, as far as they are staged."""
+    """Threads that digest the images block by block, as far as they are staged; the first puts the records together.
+    `patient` waits until everything is staged: a digest takes a processor, of which a trainer's copy can use
+    all, and the disk is slower than either."""
 
-    def __init__(self, images: Sequence[Image], arena: Arena) -> None:
+    def __init__(self, images: Sequence[Image], arena: Arena, *, patient: bool) -> None:
         self._images = images
         self._arena = arena
+        self._patient = patient
+        self._digests = [[[""] * -(-chunk.size_bytes // BLOCK_BYTES) for chunk in image.chunks] for image in images]
+        self._blocks = self._each_block()
+        self._taking = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="holdfast-digest", daemon=True)
         self._files: list[FileRecord] = []
         self._chunks: list[tuple[str, ChunkRecord]] = []
-        self._error: BaseException | None = None
+        self._errors: list[BaseException] = []
         self._stopped = False
 
     def start(self) -> None:
@@ -112,53 +121,79 @@ class _Digesting:
 
     def result(self) -> tuple[list[FileRecord], list[tuple[str, ChunkRecord]]]:
         self._thread.join()
-        if self._error is not None:
-            raise self._error
+        for error in self._errors:
+            raise error
         return self._files, self._chunks
 
     def _run(self) -> None:
-        try:
-            if self._images and self._images[-1].end > _PATIENT_BYTES:
-                # A digest takes a processor, of which the trainer's copy can use all; the disk is slower than either.
-                self._wait_until_staged(self._images[-1].end)
-            for image in self._images:
-                self._digest(image)
-        except BaseException as error:
-            self._error = error
+        end = self._images[-1].end if self._images else 0
+        if self._patient and end > _PATIENT_BYTES:
+            self._wait_until_staged(end)
+        with self._noted():
+            # No pool: at the end of a process one takes no work any more, and the last save may be under way then.
+            helpers = [threading.Thread(target=self._work, daemon=True) for _ in range(_digesters(end) - 1)]
+            for helper in helpers:
+                helper.start()
+            self._work()
+            for helper in helpers:
+                helper.join()
+            if not self._stopped:
+                self._put_together()
 
-    def _digest(self, image: Image) -> None:
-        digests: list[str] = []
-        for chunk in image.chunks:
-            if self._stopped:
-                return
-            own = self._digest_chunk(image, chunk)
-            digests += own
-            record = ChunkRecord(
-                file=image.name, start=chunk.start, offsets=chunk.offsets, sizes=chunk.sizes, digests=tuple(own)
-            )
-            self._chunks.append((chunk.leaf, record))
-        header = bytes(self._arena.memory[image.start : image.start + image.header_bytes])
-        self._files.append(
-            FileRecord(
-                name=image.name,
-                size_bytes=image.size_bytes,
-                digest=tensor_file_digest(header, digests),
-                header_bytes=image.header_bytes,
-            )
-        )
-
-    def _digest_chunk(self, image: Image, chunk: Place) -> list[str]:
+    def _work(self) -> None:
         memory = self._arena.memory
-        first = image.start + chunk.start
-        end = first + chunk.size_bytes
-        digests = []
-        for start in range(first, end, BLOCK_BYTES):
-            stop = min(start + BLOCK_BYTES, end)
-            if self._arena.staged < stop:
-                self._wait_until_staged(stop)
-            digests.append(blake3(memory[start:stop]).hexdigest())
-        return digests
+        with self._noted():
+            while not self._stopped:
+                with self._taking:
+                    block = next(self._blocks, None)
+                if block is None:
+                    return
+                digests, index, start, stop = block
+                if self._arena.staged < stop:
+                    self._wait_until_staged(stop)
+                digests[index] = blake3(memory[start:stop]).hexdigest()
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """What goes wrong in a thread ends all of them, and is raised where the result is asked for."""
+        try:
+            yield
+        except BaseException as error:
+            self._errors.append(error)
+            self._stopped = True
+
+    def _each_block(self) -> Iterator[tuple[list[str], int, int, int]]:
+        """Where the digest of a block belongs, and where its bytes are."""
+        for image, of_image in zip(self._images, self._digests, strict=True):
+            for chunk, digests in zip(image.chunks, of_image, strict=True):
+                first = image.start + chunk.start
+                end = first + chunk.size_bytes
+                for index in range(len(digests)):
+                    start = first + index * BLOCK_BYTES
+                    yield digests, index, start, min(start + BLOCK_BYTES, end)
+
+    def _put_together(self) -> None:
+        for image, of_image in zip(self._images, self._digests, strict=True):
+            for chunk, digests in zip(image.chunks, of_image, strict=True):
+                record = ChunkRecord(
+                    file=image.name, start=chunk.start, offsets=chunk.offsets, sizes=chunk.sizes, digests=tuple(digests)
+                )
+                self._chunks.append((chunk.leaf, record))
+            header = bytes(self._arena.memory[image.start : image.start + image.header_bytes])
+            self._files.append(
+                FileRecord(
+                    name=image.name,
+                    size_bytes=image.size_bytes,
+                    digest=tensor_file_digest(header, [digest for digests in of_image for digest in digests]),
+                    header_bytes=image.header_bytes,
+                )
+            )
 
     def _wait_until_staged(self, position: int) -> None:
         while self._arena.staged < position and not self._stopped:
             time.sleep(_PAUSE_SECONDS)
+
+
+def _digesters(size_bytes: int) -> int:
+    """One keeps up with one disk. Where a training leaves processors unused, more of them do with a faster one."""
+    return max(1, min(_MAX_DIGESTERS, own_processors() // 4, size_bytes // _PATIENT_BYTES))
