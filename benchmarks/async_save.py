@@ -8,6 +8,7 @@ of them. The first save's times are those of the first turn.
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import time
 import traceback
@@ -181,6 +182,9 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--states", nargs="*", default=list(QUESTIONS), choices=list(QUESTIONS))
     given = parser.parse_args()
+    # Some peers take a file handle for each tensor that they share with another process.
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     factories = [
         *savers.limits(),
         *savers.ours(given.mode, "sync"),
@@ -188,6 +192,8 @@ def main() -> None:
         *savers.async_peers(),
     ]
     tables, bars, numbers = "", [], {}
+    # Of some states alone in a file of their own: the table of all is of one run.
+    name = "-".join(["async-save", *(given.states if given.states != list(QUESTIONS) else ())])
     for key in given.states:
         make, state_bars = QUESTIONS[key]
         state = make(given.small)
@@ -200,7 +206,7 @@ def main() -> None:
         give_back_memory()
         shutil.rmtree(given.folder / key, ignore_errors=True)
         text = f"## Asynchronous save on the CPU, one rank\n\n{bars_table(bars)}\n{tables}"
-        write_results("async-save", text, numbers, given.results)
+        write_results(name, text, numbers, given.results)
 
 
 if __name__ == "__main__":

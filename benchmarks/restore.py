@@ -48,7 +48,8 @@ def main(folder: Path, rounds: int) -> None:
     components = {"model": model, "optimizer": optimizer}
     tensors = flat(components)
     size = size_of(tensors)
-    holdfast.CheckpointManager(folder / "run", components).save(0)
+    with holdfast.CheckpointManager(folder / "run", components, mode="sync") as manager:
+        manager.save(0)
     torch.save(tensors, folder / "state.pt")
     save_file(tensors, folder / "state.safetensors")
     dcp.save(dict(tensors), checkpoint_id=folder / "dcp", no_dist=True)

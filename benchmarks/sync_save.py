@@ -45,7 +45,7 @@ def contenders(folder: Path, components: Mapping[str, Any]) -> tuple[list[Conten
     size = size_of(tensors)
     memory = mmap.mmap(-1, PIECE_BYTES)
     memory.write(os.urandom(PIECE_BYTES))
-    manager = holdfast.CheckpointManager(folder / "holdfast", components)
+    manager = holdfast.CheckpointManager(folder / "holdfast", components, mode="sync")
 
     def place(name: str, number: int) -> Path:
         return folder / f"{name}-{number}"

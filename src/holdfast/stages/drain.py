@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 
 from blake3 import blake3
 
@@ -25,6 +26,7 @@ _PAUSE_SECONDS = 0.001
 _PATIENCE_SECONDS = 0.25
 _PATIENT_BYTES = 256 << 20
 _MAX_DIGESTERS = 4
+_BLOCKS_AT_ONCE = 16
 
 
 def drain(
@@ -141,17 +143,17 @@ class _Digesting:
                 self._put_together()
 
     def _work(self) -> None:
-        memory = self._arena.memory
+        memory, staged = self._arena.memory, 0
         with self._noted():
             while not self._stopped:
                 with self._taking:
-                    block = next(self._blocks, None)
-                if block is None:
+                    blocks = list(islice(self._blocks, _BLOCKS_AT_ONCE))
+                if not blocks:
                     return
-                digests, index, start, stop = block
-                if self._arena.staged < stop:
-                    self._wait_until_staged(stop)
-                digests[index] = blake3(memory[start:stop]).hexdigest()
+                for digests, index, start, stop in blocks:
+                    if staged < stop:
+                        staged = self._wait_until_staged(stop)
+                    digests[index] = blake3(memory[start:stop]).hexdigest()
 
     @contextmanager
     def _noted(self) -> Iterator[None]:
@@ -189,9 +191,11 @@ class _Digesting:
                 )
             )
 
-    def _wait_until_staged(self, position: int) -> None:
-        while self._arena.staged < position and not self._stopped:
+    def _wait_until_staged(self, position: int) -> int:
+        """How much is staged then."""
+        while (staged := self._arena.staged) < position and not self._stopped:
             time.sleep(_PAUSE_SECONDS)
+        return staged
 
 
 def _digesters(size_bytes: int) -> int:

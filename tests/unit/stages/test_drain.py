@@ -66,6 +66,7 @@ def drained(images: list[Image], arena: Arena, storage: LocalStorage, *, eager: 
 def have_digesters(count: int, monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Which threads digest from now on, besides this one. No block is digested before so many are at work."""
     monkeypatch.setattr(module, "_PATIENT_BYTES", 1 << 20)
+    monkeypatch.setattr(module, "_BLOCKS_AT_ONCE", 1)
     monkeypatch.setattr(module, "own_processors", lambda: 4 * count)
     here, seen, all_at_work = threading.get_ident(), set[int](), threading.Barrier(count)
 
