@@ -283,6 +283,9 @@ class Catalog:
         steps = ", ".join(str(checkpoint.step) for checkpoint in scan.checkpoints[:5])
         if scan.checkpoints:
             advice = f"the newest steps there are {steps}"
+            if selector.kind == "best":
+                metrics = sorted({name for checkpoint in scan.checkpoints for name in checkpoint.metrics})
+                advice = f"the metrics there are {', '.join(metrics[:10])}" if metrics else "no checkpoint has a metric"
             if scan.damaged:
                 advice += f"; {len(scan.damaged)} folders cannot be read: {scan.damaged[0]}"
         elif scan.attempts:

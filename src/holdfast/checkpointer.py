@@ -26,7 +26,7 @@ from holdfast.saving import Saver
 from holdfast.stages.resolve import Location
 from holdfast.staging import ChosenMode
 from holdfast.storage.base import Storage
-from holdfast.storage.registry import open_storage
+from holdfast.storage.registry import storage_for
 
 __all__ = ["AsyncCheckpointer"]
 
@@ -63,7 +63,7 @@ class AsyncCheckpointer:
             one_of("mode", mode, get_args(ChosenMode))
             check_limit(staging_limit_bytes)
             check_callable("on_event", on_event)
-            self._catalog = Catalog(storage if storage is not None else open_storage(run))
+            self._catalog = Catalog(storage_for(run, storage))
             return self._catalog.storage.url, mode, ["state"]
 
         ranks.decide("open", introduce, agree_on_run, sends=tuple[str, str, list[str]], returns=None)

@@ -50,7 +50,7 @@ from holdfast.stages.resolve import Location, locate
 from holdfast.stages.retain import Decision
 from holdfast.staging import ChosenMode
 from holdfast.storage.base import Storage
-from holdfast.storage.registry import open_storage
+from holdfast.storage.registry import open_storage, storage_for
 from holdfast.survivors import wait_for_survivors
 
 logger = logging.getLogger("holdfast")
@@ -159,7 +159,7 @@ class CheckpointManager:
             self._config = encode(config, path="config", on_tensor=None)
             self._assets = _checked_assets(assets) if self._ranks.rank == 0 else ()
             self._ranking = keep.metrics if keep is not None else ()
-            self._catalog = Catalog(storage if storage is not None else open_storage(run), ranking=self._ranking)
+            self._catalog = Catalog(storage_for(run, storage), ranking=self._ranking)
             # Last: from here on signals do not do what they did.
             self._pace = Pace(save, self._ranks)
             return self._catalog.storage.url, mode, sorted(self._components)

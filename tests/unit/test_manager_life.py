@@ -819,6 +819,17 @@ def test_who_starts_afresh_loses_nothing_of_the_start_before(tmp_path: Path, mod
     assert steps_of(tmp_path) == [6, 4], "who asks for it by name has it removed"
 
 
+def test_who_asks_for_the_best_by_a_metric_that_is_misspelled_is_told_which_there_are(tmp_path: Path) -> None:
+    with opened(tmp_path) as manager:
+        manager.save(1)
+    with pytest.raises(CheckpointNotFoundError, match=r"'best:loss' finds no checkpoint.*no checkpoint has a metric"):
+        holdfast.resolve(tmp_path, "best:loss")
+    with opened(tmp_path) as manager:
+        manager.save(2, metrics={"val_loss": 1.0, "acc": 0.5})
+    with pytest.raises(CheckpointNotFoundError, match="the metrics there are acc, val_loss"):
+        holdfast.resolve(tmp_path, "best:loss")
+
+
 def test_who_prunes_by_a_metric_that_is_misspelled_is_told(tmp_path: Path) -> None:
     with opened(tmp_path) as manager:
         for step in range(3):

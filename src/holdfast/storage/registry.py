@@ -16,7 +16,7 @@ from holdfast.storage.local import LocalStorage
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoints
 
-__all__ = ["ENTRY_POINT_GROUP", "open_storage", "path_of_file_url"]
+__all__ = ["ENTRY_POINT_GROUP", "open_storage", "path_of_file_url", "storage_for"]
 
 ENTRY_POINT_GROUP = "holdfast.storages"
 # Two letters at least: `C:\runs` is somebody's path and no scheme.
@@ -39,6 +39,19 @@ def open_storage(location: str | os.PathLike[str] | Storage) -> Storage:
         return LocalStorage(os.path.expanduser(text))
     name = scheme.group(1).lower()
     return LocalStorage(path_of_file_url(text)) if name == "file" else _opener(name, text)(text)
+
+
+def storage_for(run: str | os.PathLike[str] | Storage, storage: object) -> Storage:
+    """The storage that was given for a run, or the run's own."""
+    if storage is None:
+        return open_storage(run)
+    if not isinstance(storage, Storage):
+        missing = [name for name in dir(Storage) if not name.startswith("_") and not hasattr(storage, name)]
+        raise UsageError(
+            f"storage= is a {type(storage).__name__}, which has no {', '.join(missing)}",
+            advice="give an object of the protocol holdfast.storage.base.Storage; a path or a URL is the run itself",
+        )
+    return storage
 
 
 def path_of_file_url(url: str) -> str:

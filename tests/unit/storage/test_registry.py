@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from holdfast import AsyncCheckpointer, CheckpointManager
 from holdfast.errors import UsageError
 from holdfast.storage.local import LocalStorage
-from holdfast.storage.registry import open_storage
+from holdfast.storage.registry import open_storage, storage_for
 from holdfast.testing import MemoryStorage
 
 
@@ -35,6 +38,33 @@ def test_a_file_url_that_is_no_path_is_refused(url: str) -> None:
 def test_a_storage_is_itself() -> None:
     storage = MemoryStorage()
     assert open_storage(storage) is storage
+
+
+def test_a_storage_that_is_given_counts_and_without_one_the_run() -> None:
+    storage = MemoryStorage()
+    assert storage_for("/data/run", storage) is storage
+    assert storage_for("/data/run", None).url == "/data/run"
+
+
+class Half:
+    url = "half"
+
+    def put(self, key: str, data: bytes) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("given", "lacks"), [(5, "has no create, .* url"), ("/data", "has no"), (Half(), "has no create, delete, .* sync;")]
+)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda **given: CheckpointManager("run", {"model": torch.nn.Linear(1, 1)}, **given),
+        lambda **given: AsyncCheckpointer("run", **given),
+    ],
+)
+def test_what_is_no_storage_is_refused_with_what_it_lacks(kind: Any, given: Any, lacks: str) -> None:
+    with pytest.raises(UsageError, match=f"storage= is a {type(given).__name__}, which {lacks}"):
+        kind(storage=given)
 
 
 def test_a_path_object_is_never_a_url() -> None:
