@@ -23,7 +23,7 @@ from holdfast.handle import SaveHandle
 from holdfast.housekeeping import Housekeeper
 from holdfast.leading import SaveRequest
 from holdfast.loading import Loaded, LoadRequest, Verify, load
-from holdfast.naming import kind_of
+from holdfast.naming import kind_of, refuse_flat_parameters
 from holdfast.pacing import Pace
 from holdfast.policies import KeepPolicy, Trigger
 from holdfast.ranks import on_leader, torch_ranks
@@ -690,6 +690,7 @@ def _checked_components(state: Mapping[str, Any], rng: bool) -> dict[str, Any]:
         components[_RNG] = RNGState()
     for name, component in components.items():
         kind_of(name, component)
+        refuse_flat_parameters(name, component)
     check_covers(components)
     return components
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -38,6 +38,19 @@ def kind_of(name: str, component: Any) -> TreeKind:
     return "values"
 
 
+def refuse_flat_parameters(name: str, component: Any) -> None:
+    """FSDP of the first kind keeps several parameters in one flat tensor, which no other number of ranks could read."""
+    inner = unwrap(component)
+    if isinstance(inner, torch.nn.Module) and any(
+        isinstance(part, FullyShardedDataParallel) for part in inner.modules()
+    ):
+        raise UsageError(
+            "FullyShardedDataParallel (FSDP1) is not supported",
+            component=name,
+            advice="shard the model with torch.distributed.fsdp.fully_shard (FSDP2)",
+        )
+
+
 def scope_of(component: Any, *, rank: int, size: int, pipeline_stage: int | None) -> str | None:
     """Which ranks share this component's state; None when only comparing their states can tell."""
     if isinstance(component, PerRank):
@@ -63,14 +76,20 @@ def parameter_names(module: torch.nn.Module) -> Mapping[int, str]:
         # After a forward pass without a backward one FSDP still shows whole parameters, which no optimizer knows.
         if isinstance(part, FSDPModule):
             part.reshard()
+    if not _named_as_torch_does(parts):
+        return _find_names(module)
     shape = _shape(parts)
     known: tuple[list[object], dict[int, str]] | None = _known_names.get(module)
     if known is None or known[0] != shape:
-        names: dict[int, str] = {}
-        for raw, parameter in module.named_parameters():
-            names.setdefault(id(parameter), clean_name(module, raw))
-        known = _known_names[module] = (shape, names)
+        known = _known_names[module] = (shape, _find_names(module))
     return known[1]
+
+
+def _find_names(module: torch.nn.Module) -> dict[int, str]:
+    names: dict[int, str] = {}
+    for raw, parameter in module.named_parameters():
+        names.setdefault(id(parameter), clean_name(module, raw))
+    return names
 
 
 def optimizer_names(optimizer: torch.optim.Optimizer, components: Mapping[str, Any], component: str) -> list[str]:
@@ -111,11 +130,20 @@ def _parts(module: torch.nn.Module) -> list[torch.nn.Module]:
     return list(parts.values())
 
 
+def _named_as_torch_does(parts: list[torch.nn.Module]) -> bool:
+    """Whether nothing but their shape decides about the names: a module may find its parameters in its own way."""
+    base = torch.nn.Module
+    return all(
+        kind.named_parameters is base.named_parameters and kind.named_modules is base.named_modules
+        for kind in set(map(type, parts))
+    ) and not any("named_parameters" in own or "named_modules" in own for own in map(vars, parts))
+
+
 def _shape(parts: list[torch.nn.Module]) -> list[object]:
     """All that the names of the parameters depend on: which parts and parameters there are, and under which keys."""
     found: list[object] = []
     for part in parts:
-        found += (id(part), type(part), *part._modules, *part._parameters)
+        found += (id(part), type(part), *part._modules.keys(), *part._parameters.keys())
         found += map(id, part._modules.values())
         found += map(id, part._parameters.values())
     return found

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from operator import attrgetter
+from itertools import compress
+from operator import attrgetter, not_
 from typing import Any
 
 import msgspec
@@ -50,7 +51,7 @@ class Remembered:
     tree: CapturedTree
     structure: _Tensors | _Dict
     specs: list[Any]
-    sharing: list[int]
+    sharing: tuple[list[int], list[Any]]
     paths: tuple[str, ...]
     picks: tuple[int, ...]
 
@@ -58,7 +59,7 @@ class Remembered:
         """The tree of a state with the same structure; None for any other."""
         found: list[torch.Tensor] = []
         values = _match(self.structure, state, self.tree, found)
-        if values is _UNKNOWN or len(found) != len(self.sharing):
+        if values is _UNKNOWN or len(found) != len(self.sharing[0]):
             return None
         if not all(issubclass(kind, torch.Tensor) for kind in set(map(type, found))):
             return None
@@ -158,14 +159,25 @@ def _specs(tensors: list[torch.Tensor]) -> list[Any]:
     plain = _locals(tensors)
     placed = [one._spec for one in tensors if is_sharded(one)] if any_sharded(tensors) else []
     columns = [list(map(column, plain)) for column in _COLUMNS]
-    return [*columns, list(map(type, tensors)), placed]
+    strides = [one.stride() for one in compress(plain, map(not_, columns[-1]))]
+    return [*columns, strides, list(map(type, tensors)), placed]
 
 
-def _sharing(tensors: list[torch.Tensor]) -> list[int]:
-    """Which tensors begin at the same place in memory: for each, the first that does."""
-    first: dict[int, int] = {}
+def _sharing(tensors: list[torch.Tensor]) -> tuple[list[int], list[Any]]:
+    """Which tensors begin at the same place in memory: for each, the first that does. And of those, how they see it:
+    they are one tensor only if they see the same."""
+    plain = _locals(tensors)
     # One without memory shares with none, so it gets a place of its own.
-    return [first.setdefault(one.data_ptr() or -index - 1, index) for index, one in enumerate(_locals(tensors))]
+    places = [one.data_ptr() or -index - 1 for index, one in enumerate(plain)]
+    first: dict[int, int] = {}
+    firsts = [first.setdefault(place, index) for index, place in enumerate(places)]
+    if len(first) == len(places):
+        return firsts, []
+    shared = {places[index] for index, earlier in enumerate(firsts) if earlier != index}
+    views = [
+        (one.stride(), one.is_conj(), one.is_neg()) for one, place in zip(plain, places, strict=True) if place in shared
+    ]
+    return firsts, views
 
 
 def _locals(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -24,8 +24,10 @@ def own_processors() -> int:
 
 
 def _ranks_here() -> int:
-    count = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(int(count), 1) if count.isdecimal() else 1
+    try:
+        return max(int(os.environ.get("LOCAL_WORLD_SIZE") or 1), 1)
+    except ValueError:
+        return 1
 
 
 def _free_on_machine() -> int:

@@ -1,12 +1,17 @@
 """The names of parameters are remembered, and found anew whenever the model is not what it was."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
+from holdfast import CheckpointManager
+from holdfast.errors import UsageError
 from holdfast.naming import optimizer_names, parameter_names
+from holdfast.testing import MemoryStorage
 
 
 class Pair(nn.Module):
@@ -74,11 +79,72 @@ def test_a_model_that_changed_has_its_new_names(change: Callable[[Pair], None]) 
     assert parameter_names(model) != before
 
 
-def test_names_of_a_model_that_stayed_are_not_found_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_a_model_that_stayed_are_not_found_twice() -> None:
     model = Pair()
-    names = parameter_names(model)
-    monkeypatch.setattr(model, "named_parameters", lambda: pytest.fail("they are looked for again"))
-    assert parameter_names(model) is names
+    assert parameter_names(model) is parameter_names(model)
+
+
+class Trained(Pair):
+    """Names what is trained, and nothing else."""
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return (pair for pair in super().named_parameters(*args, **kwargs) if pair[1].requires_grad)
+
+
+class Hiding(Pair):
+    """Has parts that it names or not."""
+
+    hidden = True
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        found = super().named_modules(*args, **kwargs)
+        return (pair for pair in found if not self.hidden or pair[1] is not self.second)
+
+
+def test_a_model_that_names_its_parameters_in_its_own_way_is_asked_each_time() -> None:
+    model = Trained()
+    model.second.weight.requires_grad_(False)
+    assert list(parameter_names(model).values()) == ["first.weight"]
+    model.second.weight.requires_grad_(True)
+    assert list(parameter_names(model).values()) == ["first.weight", "second.weight"]
+
+
+def test_a_part_that_names_its_parts_in_its_own_way_is_asked_each_time() -> None:
+    part = Hiding()
+    model = nn.Sequential(part)
+    assert list(parameter_names(model).values()) == ["0.first.weight"]
+    part.hidden = False
+    assert list(parameter_names(model).values()) == ["0.first.weight", "0.second.weight"]
+
+
+def test_a_method_that_was_put_onto_a_model_counts() -> None:
+    model = Pair()
+    assert len(parameter_names(model)) == 2
+    model.named_parameters = lambda: iter([("only", model.first.weight)])  # type: ignore[method-assign]
+    assert list(parameter_names(model).values()) == ["only"]
+
+
+@pytest.mark.parametrize("make", [torch.jit.script, nn.Identity, lambda part: nn.Sequential(torch.jit.script(part))])
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_compiled_parts_are_saved_and_restored(make: Any) -> None:
+    storage = MemoryStorage()
+    model = make(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9) if list(model.parameters()) else None
+    state = {"model": model} | ({"optimizer": optimizer} if optimizer else {})
+    with CheckpointManager("run", state, storage=storage) as manager:
+        manager.save(1, wait=True)
+        wanted = [parameter.clone() for parameter in model.parameters()]
+        for parameter in model.parameters():
+            torch.nn.init.zeros_(parameter)
+        manager.restore()
+    assert all(map(torch.equal, wanted, model.parameters()))
+
+
+def test_fsdp_of_the_first_kind_is_refused_at_once() -> None:
+    wrapped = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    nn.Module.__init__(wrapped)
+    with pytest.raises(UsageError, match=r"component 'model': .*FSDP1.*fully_shard"):
+        CheckpointManager("run", {"model": nn.Sequential(wrapped)}, storage=MemoryStorage())
 
 
 def test_an_optimizer_over_swapped_parameters_follows_them() -> None:

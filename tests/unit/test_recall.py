@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.errors import UsageError
 from holdfast.live import tree_of
 from holdfast.recall import remember
 from holdfast.testing import MemoryStorage
@@ -43,13 +44,15 @@ def same(one: Any, other: Any) -> bool:
 
 
 def first_state() -> dict[str, Any]:
-    tied = torch.randn(4)
+    tied, wave, cube = torch.randn(4), torch.randn(3, dtype=torch.complex64), torch.randn(2, 2, 2)
     return {
         "weights": {"a": torch.randn(3, 2), "b": torch.randn(5), "tied": tied, "again": tied},
         "moments": {"a": {"step": torch.tensor(1.0), "exp": torch.randn(3, 2)}, "b": {"exp": torch.randn(5)}},
         "rate": 0.1,
         "groups": [{"lr": 0.1, "names": ["a", "b"]}],
         "single": torch.randn(2),
+        "waves": {"a": wave, "b": wave},
+        "cubes": {"a": cube.transpose(0, 1), "b": cube.transpose(0, 1)},
     }
 
 
@@ -84,6 +87,9 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "tied tensors that are untied": untie,
     "other tensors tied": tie_others,
     "a view of another layout": lambda state: state["weights"].update(a=torch.randn(2, 3).t()),
+    "one of two tied tensors conjugated": lambda state: state["waves"].update(b=state["waves"]["a"].conj()),
+    "one of two tied tensors negated": lambda state: state["waves"].update(b=torch._neg_view(state["waves"]["a"])),
+    "one of two tied views turned": lambda state: state["cubes"].update(b=state["cubes"]["a"].transpose(1, 2)),
     "an empty dict": lambda state: state.update(moments={}),
     "no tensor any more": lambda state: state.update(weights={"a": 1}, moments={}, single=None),
 }
@@ -136,3 +142,13 @@ def test_what_has_the_same_structure_is_recognised_and_what_has_not_is_not() -> 
         state = first_state()
         change(state)
         assert (remembered.recognise(state) is not None) == (name in known), name
+
+
+def test_a_buffer_that_became_an_expanded_one_is_refused_as_at_the_first_save() -> None:
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("b", torch.randn(3, 4).t())
+    with holdfast.CheckpointManager("run", {"model": model}, storage=MemoryStorage(), rng=False) as manager:
+        manager.save(0, wait=True)
+        model.b = torch.randn(4, 1).expand(4, 3)
+        with pytest.raises(UsageError, match="share memory"):
+            manager.save(1, wait=True)

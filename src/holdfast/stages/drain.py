@@ -5,6 +5,7 @@ Threads follow the trainer's copy: one writes large aligned pieces, the others d
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -106,7 +107,7 @@ class _Digesting:
         self._arena = arena
         self._patient = patient
         self._digests = [[[""] * -(-chunk.size_bytes // BLOCK_BYTES) for chunk in image.chunks] for image in images]
-        self._blocks = self._each_block()
+        self._blocks = _each_block(images, self._digests)
         self._taking = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="holdfast-digest", daemon=True)
         self._files: list[FileRecord] = []
@@ -115,32 +116,50 @@ class _Digesting:
         self._stopped = False
 
     def start(self) -> None:
-        self._thread.start()
+        with _where_threads_start():
+            self._thread.start()
 
     def stop(self) -> None:
         self._stopped = True
-        self._thread.join()
+        self._join()
 
     def result(self) -> tuple[list[FileRecord], list[tuple[str, ChunkRecord]]]:
-        self._thread.join()
+        if self._thread.ident is None:
+            self._run()
+        self._join()
         for error in self._errors:
             raise error
         return self._files, self._chunks
 
+    def _join(self) -> None:
+        if self._thread.ident is not None:
+            self._thread.join()
+
     def _run(self) -> None:
         end = self._images[-1].end if self._images else 0
-        if self._patient and end > _PATIENT_BYTES:
-            self._wait_until_staged(end)
         with self._noted():
-            # No pool: at the end of a process one takes no work any more, and the last save may be under way then.
-            helpers = [threading.Thread(target=self._work, daemon=True) for _ in range(_digesters(end) - 1)]
-            for helper in helpers:
-                helper.start()
-            self._work()
-            for helper in helpers:
-                helper.join()
+            if self._patient and end > _PATIENT_BYTES:
+                self._wait_until_staged(end)
+            with self._helpers(_digesters(end) - 1):
+                self._work()
             if not self._stopped:
                 self._put_together()
+
+    @contextmanager
+    def _helpers(self, count: int) -> Iterator[None]:
+        helpers = [
+            threading.Thread(target=self._work, name=f"holdfast-digest-{number}", daemon=True)
+            for number in range(count)
+        ]
+        try:
+            with _where_threads_start():
+                for helper in helpers:
+                    helper.start()
+            yield
+        finally:
+            for helper in helpers:
+                if helper.ident is not None:
+                    helper.join()
 
     def _work(self) -> None:
         memory, staged = self._arena.memory, 0
@@ -164,16 +183,6 @@ class _Digesting:
             self._errors.append(error)
             self._stopped = True
 
-    def _each_block(self) -> Iterator[tuple[list[str], int, int, int]]:
-        """Where the digest of a block belongs, and where its bytes are."""
-        for image, of_image in zip(self._images, self._digests, strict=True):
-            for chunk, digests in zip(image.chunks, of_image, strict=True):
-                first = image.start + chunk.start
-                end = first + chunk.size_bytes
-                for index in range(len(digests)):
-                    start = first + index * BLOCK_BYTES
-                    yield digests, index, start, min(start + BLOCK_BYTES, end)
-
     def _put_together(self) -> None:
         for image, of_image in zip(self._images, self._digests, strict=True):
             for chunk, digests in zip(image.chunks, of_image, strict=True):
@@ -196,6 +205,29 @@ class _Digesting:
         while (staged := self._arena.staged) < position and not self._stopped:
             time.sleep(_PAUSE_SECONDS)
         return staged
+
+
+def _each_block(
+    images: Sequence[Image], digests_of_images: Sequence[Sequence[list[str]]]
+) -> Iterator[tuple[list[str], int, int, int]]:
+    """Where the digest of a block belongs, and where its bytes are.
+
+    No method: an unfinished generator that holds its object is a cycle, and a writer collects no garbage.
+    """
+    for image, of_image in zip(images, digests_of_images, strict=True):
+        for chunk, digests in zip(image.chunks, of_image, strict=True):
+            first = image.start + chunk.start
+            end = first + chunk.size_bytes
+            for index in range(len(digests)):
+                start = first + index * BLOCK_BYTES
+                yield digests, index, start, min(start + BLOCK_BYTES, end)
+
+
+@contextmanager
+def _where_threads_start() -> Iterator[None]:
+    """A process that ends, or has too many threads, starts no more of them. Whoever asks does the work itself then."""
+    with contextlib.suppress(RuntimeError):
+        yield
 
 
 def _digesters(size_bytes: int) -> int:

@@ -1,9 +1,11 @@
 """Images are written and digested while they are being staged, by however many threads."""
 
+import gc
 import os
 import random
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -141,8 +143,70 @@ def test_a_digest_that_fails_fails_the_save(
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("holdfast-digest")]
 
 
+class Unreadable:
+    """An arena of which nobody can say how far it is."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.memory = arena.memory
+
+    @property
+    def staged(self) -> int:
+        raise MemoryError("no room")
+
+
+def test_a_failure_before_the_first_digest_fails_the_save(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    have_digesters(1, monkeypatch)
+    digesting = module._Digesting(make_images(), Unreadable(arena), patient=True)  # type: ignore[arg-type]
+    digesting.start()
+    with pytest.raises(MemoryError, match="no room"):
+        digesting.result()
+
+
+@pytest.mark.parametrize("allowed", [0, 1, 2])
+def test_where_no_more_threads_can_be_started_those_that_run_do_it_all(
+    allowed: int, arena: Arena, storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    have_digesters(4, monkeypatch)
+    monkeypatch.setattr(module, "blake3", blake3)
+    start, started = threading.Thread.start, []
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name.startswith("holdfast-digest"):
+            if len(started) == allowed:
+                raise RuntimeError("can't start new thread")
+            started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    images = make_images()
+    arena.staged = images[-1].end
+    require_right(drained(images, arena, storage), images, arena, tmp_path / FOLDER)
+    assert len(started) == allowed
+    assert not any(thread.is_alive() for thread in started)
+
+
+def test_a_save_that_failed_does_not_keep_the_arena(storage: LocalStorage) -> None:
+    made = Arena.make(32 << 20)
+    made.begin()
+    images, kept = make_images(), weakref.ref(made)
+
+    def gone() -> None:
+        raise RuntimeError("the training is gone")
+
+    gc.disable()
+    try:
+        with pytest.raises(RuntimeError, match="gone"):
+            drain(FOLDER, images, [], made, storage, eager=True, check_source=gone, on_created=lambda name: None)
+        made.close()
+        del made
+        assert kept() is None, "a writer collects no garbage, so nothing may refer to itself"
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize(
-    ("processors", "ranks", "wanted"), [(1, "", 1), (7, "", 1), (16, "", 4), (16, "2", 2), (64, "8", 2)]
+    ("processors", "ranks", "wanted"),
+    [(1, "", 1), (7, "", 1), (16, "", 4), (16, "2", 2), (16, "x", 4), (16, "-3", 4), (64, " 8", 2)],
 )
 def test_a_rank_digests_with_a_part_of_its_own_processors(
     processors: int, ranks: str, wanted: int, monkeypatch: pytest.MonkeyPatch
