@@ -133,9 +133,9 @@ def _parts(module: torch.nn.Module) -> list[torch.nn.Module]:
 def _named_as_torch_does(parts: list[torch.nn.Module]) -> bool:
     """Whether nothing but their shape decides about the names: a module may find its parameters in its own way."""
     base = torch.nn.Module
+    kinds: set[type[torch.nn.Module]] = {type(part) for part in parts}
     return all(
-        kind.named_parameters is base.named_parameters and kind.named_modules is base.named_modules
-        for kind in set(map(type, parts))
+        kind.named_parameters is base.named_parameters and kind.named_modules is base.named_modules for kind in kinds
     ) and not any("named_parameters" in own or "named_modules" in own for own in map(vars, parts))
 
 
