@@ -33,13 +33,11 @@ class Arena:
     def __init__(self, handle: int, size_bytes: int) -> None:
         self.handle = handle
         self.size_bytes = size_bytes
-        self._map = mmap.mmap(handle, PAGE_BYTES + size_bytes)
-        # A data loader's worker that is forked meanwhile must neither see this memory nor keep it alive.
-        self._map.madvise(mmap.MADV_DONTFORK)
-        whole = memoryview(self._map)
+        array = _mapped(handle, PAGE_BYTES + size_bytes)
+        whole = memoryview(array).cast("B")
         self._words = whole[:PAGE_BYTES].cast("Q")
         self.memory = whole[PAGE_BYTES:]
-        self.address = ctypes.addressof(ctypes.c_ubyte.from_buffer(self._map)) + PAGE_BYTES
+        self.address = ctypes.addressof(array) + PAGE_BYTES
         _arenas.add(self)
 
     @classmethod
@@ -107,11 +105,46 @@ class Arena:
                 raise OSError(code, os.strerror(code))
 
     def _populate(self, start: int, size_bytes: int) -> int:
-        # Through ctypes, which lets other threads run; the mmap module's own madvise does not.
-        madvise = ctypes.CDLL(None, use_errno=True).madvise
-        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        done = madvise(self.address - PAGE_BYTES + start, size_bytes, _MADV_POPULATE_WRITE)
+        # Through ctypes, which lets other threads run meanwhile.
+        done = _libc.madvise(self.address - PAGE_BYTES + start, size_bytes, _MADV_POPULATE_WRITE)
         return 0 if done == 0 else ctypes.get_errno()
+
+
+def _mapped(handle: int, size_bytes: int) -> ctypes.Array[ctypes.c_ubyte]:
+    """The memory of a handle, which stays where it is as long as anything refers to it.
+
+    Not by the mmap module: it keeps a handle of its own, which a data loader's worker would inherit and keep the memory
+    alive with, long after the trainer gave it back.
+    """
+    address = _libc.mmap(None, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, handle, 0)
+    if address in (None, _MAP_FAILED):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    # Nor may such a worker have the memory itself.
+    _libc.madvise(address, size_bytes, mmap.MADV_DONTFORK)
+    array = (ctypes.c_ubyte * size_bytes).from_address(address)
+    # At the end of the process the system does it, when nothing can look at the memory any more.
+    weakref.finalize(array, _unmap, address, size_bytes, os.getpid()).atexit = False
+    return array
+
+
+def _unmap(address: int, size_bytes: int, owner: int) -> None:
+    if os.getpid() == owner:  # in a forked child something else may be there
+        _libc.munmap(address, size_bytes)
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_longlong,
+)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_MAP_FAILED = 2 ** (8 * ctypes.sizeof(ctypes.c_void_p)) - 1
 
 
 _arenas: weakref.WeakSet[Arena] = weakref.WeakSet()

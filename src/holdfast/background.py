@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -64,6 +65,7 @@ class PendingSave:
         self.started = time.monotonic()
         self.seconds = 0.0
         self._rank = rank
+        self._owner = os.getpid()
         self._watcher = watcher
         self._saved: Saved | None = None
         self._worker: int | None = None
@@ -118,6 +120,8 @@ class PendingSave:
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Whether it came to its end within that time."""
+        if self._owner != os.getpid() and not self._done.is_set():
+            raise UsageError("a forked child cannot wait for a save of its parent", step=self.step)
         if self._worker != threading.get_ident() or self._done.is_set():
             return self._done.wait(timeout_seconds)
         if self._saved is None:
@@ -158,9 +162,10 @@ def as_save_error(error: BaseException, step: int) -> HoldfastError:
 @dataclass(slots=True)
 class HandedOver:
     """What this rank's writer has of a save: nothing as long as there is no writer. `finish_staging` returns when the
-    arena holds all of it."""
+    arena holds all of it. `names` are the files that it may write, the last one first."""
 
     number: int = 0
+    names: tuple[str, ...] = ()
     writer: Writer | None = None
     arena: Arena | None = None
     finish_staging: Callable[[], None] = lambda: None
@@ -205,6 +210,7 @@ class Behind:
     """The background half of one save on one rank.
 
     `failure` is why this rank could not stage; the others hear it here. `on_end` gets the outcome, None for a failure.
+    `look` finds what is committed already, if anything is. `clear` removes what a writer that is gone has written.
     """
 
     def __init__(
@@ -216,6 +222,8 @@ class Behind:
         failure: BaseException | None,
         timeout_seconds: float,
         on_end: Callable[[Saved | None], None],
+        look: Callable[[], Saved | None],
+        clear: Callable[[], None],
     ) -> None:
         self._pending = pending
         self._handed = handed
@@ -223,6 +231,8 @@ class Behind:
         self._failure = failure
         self._timeout_seconds = timeout_seconds
         self._on_end = on_end
+        self._look = look
+        self._clear = clear
         self._told = -1
         self._next_pulse = 0.0
         self._wrote = False
@@ -243,6 +253,9 @@ class Behind:
             pending.mark_saved(saved)
             self._conclude(saved)
             pending.succeed(saved)
+        finally:
+            # An error that somebody keeps refers to this frame, and must not keep the arena.
+            self._handed = HandedOver()
 
     def _conclude(self, saved: Saved | None) -> None:
         """What follows on a save changes nothing about its outcome, and somebody waits for that."""
@@ -256,7 +269,13 @@ class Behind:
         label = f"commit of step {self._pending.step}"
         try:
             return self._ranks.decide(
-                label, self._write, self._commit, sends=int, returns=Saved, if_failed=self._give_up
+                label,
+                self._write,
+                self._commit,
+                sends=int,
+                returns=Saved,
+                if_failed=self._give_up,
+                if_silent=self._commit_without_word,
             )
         except HoldfastError as error:
             if self._ranks.rank != 0 and not _is_silence(error):
@@ -291,15 +310,25 @@ class Behind:
         self._wrote = True
         return answer.size_bytes
 
-    def _commit(self, sizes: list[int]) -> Saved:
+    def _commit_without_word(self) -> Saved:
+        """Some ranks are not heard of. A trainer that is gone leaves a writer behind, which may have done its part."""
+        saved = self._commit([], waits=False)
+        if saved.error is None:
+            logger.warning(
+                "step %d is committed, though some ranks were not heard of: all parts were there", self._pending.step
+            )
+        return saved
+
+    def _commit(self, sizes: list[int], *, waits: bool = True) -> Saved:
         """The leader's part: its writer has all that a commit needs."""
         with self._pending.phase("commit"):
             try:
-                self._writer().tell(Commit(self._handed.number))
+                self._writer().tell(Commit(self._handed.number, waits))
                 answer = self._listen()
             except HoldfastError as error:
-                # The writer is gone, and nobody knows how far it came.
-                return Saved(self._pending.folder, "", error=error_record(error))
+                # The writer is gone, and only the storage knows how far it came.
+                found = self._look()
+                return found if found is not None else Saved(self._pending.folder, "", error=error_record(error))
         if isinstance(answer, Failed) and answer.sealed:
             return Saved(self._pending.folder, "", error=answer.error)
         if isinstance(answer, Failed):
@@ -342,12 +371,17 @@ class Behind:
 
     def _give_up(self) -> None:
         """Have this rank's part removed."""
-        if self._handed.writer is None:
+        writer = self._handed.writer
+        if writer is None:
             return
-        with contextlib.suppress(HoldfastError):
-            self._handed.writer.tell(Discard(self._handed.number))
-            while not isinstance(self._handed.writer.hear(self._handed.number, lambda: 0, _GIVE_UP_SECONDS), Discarded):
+        try:
+            writer.tell(Discard(self._handed.number))
+            while not isinstance(writer.hear(self._handed.number, lambda: 0, _GIVE_UP_SECONDS), Discarded):
                 pass
+        except HoldfastError:
+            # A thread that was given up may still write.
+            if writer.is_gone() and not writer.may_still_read:
+                self._clear()
 
 
 def _is_silence(error: HoldfastError) -> bool:

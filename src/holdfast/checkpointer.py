@@ -151,6 +151,7 @@ class AsyncCheckpointer:
         return f"AsyncCheckpointer({self._catalog.storage.url!r})"
 
     def _check_open(self) -> None:
+        self._saver.require_own_process()
         if self._closed:
             raise ClosedError("the checkpointer was closed", run=self._catalog.storage.url, advice="build a new one")
 

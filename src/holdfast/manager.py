@@ -535,7 +535,7 @@ class CheckpointManager:
     def close(self) -> None:
         """Finish what is pending, end the writer process and give its memory back; raise what failed, once.
         Idempotent."""
-        if not self._closed:
+        if not self._closed and not self._saver.is_inherited:
             self._closed = True
             self._finish_housework()
             self._saver.close()
@@ -551,7 +551,7 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._closed:
+        if not self._closed and not self._saver.is_inherited:
             self._closed = True
             self._finish_housework()
             self._saver.close_after(error)
@@ -641,6 +641,7 @@ class CheckpointManager:
         )
 
     def _check_open(self) -> None:
+        self._saver.require_own_process()
         if self._closed:
             raise ClosedError("the manager was closed", run=self._catalog.storage.url, advice="build a new one")
 

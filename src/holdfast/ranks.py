@@ -51,11 +51,13 @@ class Ranks(Protocol):
         sends: Any,
         returns: Any,
         if_failed: Callable[[], None] = lambda: None,
+        if_silent: Callable[[], Choice] | None = None,
     ) -> Choice:
         """Do `mine` on every rank and `choose` on the leader; return the choice, or raise the same error, on all.
 
         `sends` and `returns` are the types of the two values, which must be such that msgspec can carry them. The
-        leader calls `if_failed` when there is no choice, before any other rank can hear of it.
+        leader calls `if_failed` when there is no choice, before any other rank can hear of it. Where ranks are not
+        heard of, and none failed, `if_silent` can still choose, or raise.
         """
 
     def branch(self, name: str) -> Ranks:
@@ -103,6 +105,7 @@ class Alone:
         sends: Any,
         returns: Any,
         if_failed: Callable[[], None] = lambda: None,
+        if_silent: Callable[[], Choice] | None = None,
     ) -> Choice:
         try:
             return choose([mine()])
@@ -186,11 +189,12 @@ class StoreRanks:
         sends: Any,
         returns: Any,
         if_failed: Callable[[], None] = lambda: None,
+        if_silent: Callable[[], Choice] | None = None,
     ) -> Choice:
         self._round += 1
         word, cause = _say(label, mine)
         if self.rank == 0:
-            choice, own = self._lead(label, word, choose, sends, if_failed)
+            choice, own = self._lead(label, word, choose, sends, if_failed, if_silent)
             cause = cause or own
         else:
             self._publish(self._answer_key(self.rank), word)
@@ -254,10 +258,14 @@ class StoreRanks:
         choose: Callable[[list[Mine]], Choice],
         sends: Any,
         if_failed: Callable[[], None],
+        if_silent: Callable[[], Choice] | None,
     ) -> tuple[_Word, BaseException | None]:
         words, failure = self._collect(label, own)
         choice, cause = _Word(label, error=failure), None
-        if failure is None:
+        if failure is not None and not words and if_silent is not None:
+            without, _ = _say(label, if_silent)
+            choice = without if without.error is None else choice
+        elif failure is None:
             # Everybody spoke in this round, so everybody has read the round before it: its keys may go.
             self._sweep()
             choice, cause = _say(label, lambda: choose([from_msgpack(word.value, sends) for word in words]))
@@ -269,7 +277,7 @@ class StoreRanks:
         return choice, cause
 
     def _collect(self, label: str, own: _Word) -> tuple[list[_Word], dict[str, Any] | None]:
-        """Every rank's word, or the first failure, as soon as it is known."""
+        """Every rank's word, or the first failure, as soon as it is known; no words when the failure is silence."""
         words: dict[int, _Word] = {0: own}
         deadline = time.monotonic() + self._timeout_seconds
         pause = _FIRST_PAUSE_SECONDS

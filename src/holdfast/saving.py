@@ -28,7 +28,7 @@ import torch
 from holdfast.arena import Arena
 from holdfast.background import Backstage, Behind, HandedOver, PendingSave, Saved, as_save_error
 from holdfast.catalog import Catalog, Checkpoint, lengthened, line_after
-from holdfast.errors import HoldfastError, StorageError
+from holdfast.errors import HoldfastError, StorageError, UsageError
 from holdfast.leading import Leader, SaveRequest
 from holdfast.memory import collector_paused
 from holdfast.naming import unwrap
@@ -38,7 +38,7 @@ from holdfast.records import layout
 from holdfast.records.events import Event
 from holdfast.records.facts import Listing
 from holdfast.records.files import PlainFile
-from holdfast.records.images import Job, Layout, PlainImage
+from holdfast.records.images import Image, Job, Layout, PlainImage
 from holdfast.records.state import Brief, Duty, Inventory, Receipt, SavePlan
 from holdfast.room import room_for_staging
 from holdfast.stages.capture import Capture, Capturer
@@ -131,11 +131,25 @@ class Saver:
             with pending.phase("agree"):
                 decided = self._agree(step, ready)
         self._raise_earlier_failure(decided)
-        pending.tell("started")
+        if not decided.committed:
+            pending.tell("started")
         with collector_paused(), self._failing(pending):
             self._follow(_Work(*ready(), decided), pending)
         self._pending = pending
         return pending
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process is a forked child, which has no part in what its parent saves."""
+        return self._owner != os.getpid()
+
+    def require_own_process(self) -> None:
+        if self.is_inherited:
+            raise UsageError(
+                f"it was built in process {self._owner}, from which this one was forked",
+                run=self._catalog.storage.url,
+                advice="save in that process",
+            )
 
     @property
     def is_pending(self) -> bool:
@@ -185,7 +199,7 @@ class Saver:
 
     def close(self) -> None:
         """Finish what is pending and give everything back; then raise what failed, once."""
-        if self._owner != os.getpid():
+        if self.is_inherited:
             return
         self.drain()
         self._let_go()
@@ -203,7 +217,7 @@ class Saver:
 
     def end(self) -> None:
         """The same at the end of the process, where nobody can hear an exception any more."""
-        if self._owner != os.getpid():
+        if self.is_inherited:
             return
         self.drain()
         error = self._unheard()
@@ -314,6 +328,8 @@ class Saver:
         pending.folder = decided.folder
         if decided.committed:
             digest = self._catalog.read(decided.folder).digest
+            if self._ranks.rank == 0:
+                logger.info("step %d is committed already, in %s: nothing is written", pending.step, decided.folder)
             pending.succeed(Saved(decided.folder, digest, skipped=True))
         elif self._mode == "sync" or decided.streamed:
             self._write_now(work, pending)
@@ -403,6 +419,8 @@ class Saver:
             timeout_seconds=self._timeout_seconds,
             # The request and the capture are not kept: they hold the training's own tensors.
             on_end=partial(self._note_end, pending),
+            look=partial(self._find_committed, pending.folder),
+            clear=partial(self._clear_attempt, pending.folder, handed),
         )
         self._backstage.do(behind.run)
         del behind
@@ -423,6 +441,7 @@ class Saver:
         self._jobs += 1
         job = self._job(work, mine.number, self._stager.stage_plain(plain), eager=is_on_device(memory))
         handed.number, handed.writer, handed.arena = job.number, writer, arena
+        handed.names = _names_of(job, images)
         writer.tell(job)
         behind = mode in ("async_pinned", "async_device")
         optimizers = _optimizers(work.request.components) if behind else []
@@ -507,6 +526,18 @@ class Saver:
             self._note_commit(pending, saved)
         else:
             self._leader.forget()
+
+    def _clear_attempt(self, folder: str, handed: HandedOver) -> None:
+        _discard(handed.names, folder, self._catalog)
+
+    def _find_committed(self, folder: str) -> Saved | None:
+        """What a writer that is gone has committed before it went."""
+        try:
+            checkpoint = self._catalog.read(folder)
+            self._catalog.storage.sync(folder)
+        except HoldfastError:
+            return None
+        return Saved(folder, checkpoint.digest, size_bytes=checkpoint.size_bytes, sequence=checkpoint.sequence)
 
     def _note_commit(self, pending: PendingSave, saved: Saved) -> None:
         if not saved.skipped:
@@ -600,6 +631,14 @@ def _before_step(stager: weakref.ref[Stager], *_: Any) -> None:
 
 def _raise(error: BaseException) -> tuple[SaveRequest, Capture]:
     raise error
+
+
+def _names_of(job: Job, images: Sequence[Image]) -> tuple[str, ...]:
+    """The files of a rank's part: first what says that the others are there, last what says that they will be."""
+    last = layout.ATTEMPT if job.rank == 0 else ""
+    first = layout.receipt_file(job.rank) if job.rank != 0 else ""
+    files = [*(image.name for image in images), *(file.name for file in job.plain)]
+    return tuple(filter(None, (first, *files, last)))
 
 
 def _discard(names: Sequence[str], folder: str, catalog: Catalog) -> None:

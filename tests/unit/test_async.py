@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
+import re
+import select
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,9 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import ClosedError, SaveFailedError, StorageError, UsageError
+from holdfast.records.images import Committed
 from holdfast.testing import MemoryStorage, SlowStorage
+from holdfast.writer.client import Writer
 
 
 class Holder:
@@ -260,9 +265,92 @@ def test_a_writer_that_is_killed_while_it_writes_fails_that_save_alone(tmp_path:
         os.kill(writer, signal.SIGKILL)
         with pytest.raises(SaveFailedError, match=r"step 1: the writer process was killed by SIGKILL.*new writer"):
             handle.wait()
-        manager.save(2)
+        manager.save(2, wait=True)
+        manager.save(3)
+        writer = writer_of(manager)
+        wait_for(lambda: (tmp_path / "step-000000003" / "rank-00000.safetensors").exists())
+        os.kill(writer, signal.SIGKILL)
+        with pytest.raises(SaveFailedError, match="step 3"):
+            manager.wait()
+        assert not list((tmp_path / "step-000000003").glob("*")), "what it wrote is given back at once"
     assert [found.step for found in holdfast.checkpoints(tmp_path)] == [2, 0]
     assert holdfast.verify(tmp_path, 2).ok
+
+
+@pytest.mark.guarantee("G6")
+def test_a_writer_that_is_killed_after_its_commit_fails_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hear = Writer.hear
+
+    def killed_when_done(writer: Writer, *args: Any) -> Any:
+        answer = hear(writer, *args)
+        if isinstance(answer, Committed):
+            writer.kill()
+            return hear(writer, *args)
+        return answer
+
+    monkeypatch.setattr(Writer, "hear", killed_when_done)
+    kinds: list[str] = []
+    with holdfast.CheckpointManager(
+        tmp_path,
+        {"h": Holder(torch.randn(10))},
+        mode="async",
+        rng=False,
+        on_event=lambda event: kinds.append(event.kind),
+    ) as manager:
+        assert manager.save(0).wait().step == 0
+        assert manager.save(0).skipped
+        assert manager.save(1).wait().step == 1
+    assert [found.step for found in holdfast.checkpoints(tmp_path)] == [1, 0]
+    assert "failed" not in kinds
+
+
+def in_a_child(work: Callable[[], object]) -> str:
+    """What comes of it in a forked child; it must come soon."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            said = f"returned {work()!r}"
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writing, said.encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as end:
+        assert select.select([end], [], [], 60)[0], "the child hangs"
+        said = end.read()
+    os.waitpid(child, 0)
+    return said
+
+
+def test_a_forked_child_is_told_that_the_manager_is_not_its_own(tmp_path: Path) -> None:
+    holder = Holder(torch.randn(1000))
+    with holdfast.CheckpointManager(tmp_path, {"h": holder}, mode="async", rng=False) as manager:
+        manager.save(0, wait=True)
+        os.kill(writer := writer_of(manager), signal.SIGSTOP)
+        handle = manager.save(1)
+        for act in (lambda: manager.save(2), manager.wait, manager.poll, manager.restore):
+            assert re.match(rf"UsageError: .*built in process {os.getpid()}, from which", in_a_child(act))
+        assert "UsageError: step 1: a forked child cannot wait" in in_a_child(handle.wait)
+        assert in_a_child(manager.close) == "returned None"
+        os.kill(writer, signal.SIGCONT)
+        assert handle.wait().step == 1
+        assert in_a_child(lambda: handle.wait().step) == "returned 1", "what is done can be asked for"
+
+
+def test_a_forked_child_has_nothing_of_the_arena(tmp_path: Path) -> None:
+    def arenas_here() -> int:
+        handles = [os.path.realpath(handle) for handle in Path("/proc/self/fd").iterdir()]
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        return sum("holdfast-arena" in name for name in [*handles, *maps])
+
+    with holdfast.CheckpointManager(tmp_path, {"h": Holder(torch.randn(1000))}, mode="async", rng=False) as manager:
+        manager.save(0, wait=True)
+        assert arenas_here() == 2, "its handle and its mapping"
+        assert in_a_child(arenas_here) == "returned 0"
+    assert arenas_here() == 0
 
 
 def test_nothing_is_left_behind(tmp_path: Path) -> None:

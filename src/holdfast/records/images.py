@@ -79,9 +79,10 @@ class Job(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Commit(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """To the leader's writer: every rank's part should be there."""
+    """To the leader's writer: every rank's part should be there. `waits`: or will be soon."""
 
     number: int
+    waits: bool = True
 
 
 class Discard(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -110,7 +111,7 @@ class _Writer:
         elif isinstance(order, Commit) and self._job is None:
             self._say(Failed(order.number, error_record(SaveFailedError("there is nothing to commit"))))
         elif isinstance(order, Commit) and self._job is not None:
-            self._answer(self._job, self._commit)
+            self._answer(self._job, partial(self._commit, waits=order.waits))
         elif isinstance(order, Discard):
             if self._job is not None and not (self._sealed and self._job.rank == 0):
                 self._remove(self._job, self._created)
@@ -194,11 +195,11 @@ class _Writer:
         storage.put(layout.key(job.folder, name), msgspec.json.encode(SignedReceipt(job.token, self._receipt)) + b"\n")
         storage.sync(job.folder)
 
-    def _commit(self, job: Job) -> Committed:
+    def _commit(self, job: Job, *, waits: bool = True) -> Committed:
         catalog = self._catalog(job)
         if job.facts is None or self._layout is None or self._layout.listing is None:
             raise SaveFailedError("only the leader's writer commits")
-        receipts = [self._receipt, *self._receipts(job, catalog.storage)]
+        receipts = [self._receipt, *self._receipts(job, catalog.storage, job.timeout_seconds if waits else 0.0)]
         self._sealed = True
         # With one rank all chunks come from the layout. Other ranks' receipts come from the storage: not trusted.
         known = self._committed_layout == job.layout and job.size == 1
@@ -210,10 +211,10 @@ class _Writer:
         self._remove(job, [layout.receipt_file(rank) for rank in range(1, job.size)])
         return Committed(job.number, checkpoint.digest, checkpoint.size_bytes, checkpoint.sequence)
 
-    def _receipts(self, job: Job, storage: Storage) -> list[Receipt]:
+    def _receipts(self, job: Job, storage: Storage, patience_seconds: float) -> list[Receipt]:
         """The receipts of the other ranks, once all are there."""
         wanted = {layout.receipt_file(rank) for rank in range(1, job.size)}
-        deadline = time.monotonic() + job.timeout_seconds
+        deadline = time.monotonic() + patience_seconds
         pause = _FIRST_LOOK_SECONDS
         while wanted:
             # The folder is listed, and no name is looked up that may not be there yet: network file systems remember
