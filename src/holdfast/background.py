@@ -327,7 +327,7 @@ class Behind:
                 answer = self._listen()
             except HoldfastError as error:
                 # The writer is gone, and only the storage knows how far it came.
-                found = self._look()
+                found = self._outcome_in_storage()
                 return found if found is not None else Saved(self._pending.folder, "", error=error_record(error))
         if isinstance(answer, Failed) and answer.sealed:
             return Saved(self._pending.folder, "", error=answer.error)
@@ -337,6 +337,12 @@ class Behind:
             raise SaveFailedError(f"the writer answered {type(answer).__name__}")
         self._saved = Saved(self._pending.folder, answer.digest, size_bytes=answer.size_bytes, sequence=answer.sequence)
         return self._saved
+
+    def _outcome_in_storage(self) -> Saved | None:
+        """Whatever goes wrong in asking for it: the other ranks wait for an answer."""
+        with contextlib.suppress(BaseException):
+            return self._look()
+        return None
 
     def _hear(self) -> Answer:
         answer = self._listen()
@@ -381,7 +387,8 @@ class Behind:
         except HoldfastError:
             # A thread that was given up may still write.
             if writer.is_gone() and not writer.may_still_read:
-                self._clear()
+                with contextlib.suppress(BaseException):
+                    self._clear()
 
 
 def _is_silence(error: HoldfastError) -> bool:
