@@ -327,7 +327,7 @@ class Behind:
                 answer = self._listen()
             except HoldfastError as error:
                 # The writer is gone, and only the storage knows how far it came.
-                found = self._outcome_in_storage()
+                found = self._of_the_dead(self._look)
                 return found if found is not None else Saved(self._pending.folder, "", error=error_record(error))
         if isinstance(answer, Failed) and answer.sealed:
             return Saved(self._pending.folder, "", error=answer.error)
@@ -338,11 +338,14 @@ class Behind:
         self._saved = Saved(self._pending.folder, answer.digest, size_bytes=answer.size_bytes, sequence=answer.sequence)
         return self._saved
 
-    def _outcome_in_storage(self) -> Saved | None:
-        """Whatever goes wrong in asking for it: the other ranks wait for an answer."""
-        with contextlib.suppress(BaseException):
-            return self._look()
-        return None
+    def _of_the_dead(self, work: Callable[[], Saved | None]) -> Saved | None:
+        """Ask for, or clear away, what a writer that is gone has left. What goes wrong in it is only said: the other
+        ranks wait for an answer."""
+        try:
+            return work()
+        except BaseException:
+            logger.warning("step %d: what its writer left could not be looked at", self._pending.step, exc_info=True)
+            return None
 
     def _hear(self) -> Answer:
         answer = self._listen()
@@ -387,8 +390,7 @@ class Behind:
         except HoldfastError:
             # A thread that was given up may still write.
             if writer.is_gone() and not writer.may_still_read:
-                with contextlib.suppress(BaseException):
-                    self._clear()
+                self._of_the_dead(self._clear)
 
 
 def _is_silence(error: HoldfastError) -> bool:

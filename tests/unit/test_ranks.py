@@ -377,6 +377,51 @@ def test_a_silent_rank_is_named_on_all_others_within_the_time(silent: set[int]) 
 
 
 @pytest.mark.guarantee("G5")
+def decided_with_one_silent(if_silent: Callable[[], int], *, failing: bool = False) -> tuple[list[Any], list[str]]:
+    """What three ranks get of a decision in which the third says nothing, and what the leader was asked besides."""
+    asked: list[str] = []
+
+    def without() -> int:
+        asked.append("if_silent")
+        return if_silent()
+
+    def part(ranks: Ranks) -> Any:
+        if ranks.rank == 2:
+            return None
+        return ranks.decide(
+            "d",
+            lambda: fail(StorageError("full")) if failing and ranks.rank == 1 else 0,
+            lambda answers: fail(AssertionError("not all have answered")),
+            sends=int,
+            returns=int,
+            if_failed=lambda: asked.append("if_failed"),
+            if_silent=without,
+        )
+
+    shared = DictStore()
+    return in_threads(3, part, lambda rank: shared, timeout_seconds=20.0 if failing else 2.0), asked
+
+
+def test_where_a_rank_is_silent_the_leader_can_still_choose_for_all() -> None:
+    outcomes, asked = decided_with_one_silent(lambda: 7)
+    assert outcomes[:2] == [7, 7]
+    assert asked == ["if_silent"]
+
+
+def test_where_the_leader_cannot_choose_without_a_rank_that_rank_is_what_failed() -> None:
+    outcomes, asked = decided_with_one_silent(lambda: fail(StorageError("a part is missing")))
+    error = the_same_error(outcomes[:2])
+    assert isinstance(error, RankError)
+    assert error.ranks == (2,)
+    assert asked == ["if_silent", "if_failed"]
+
+
+def test_where_a_rank_failed_nothing_is_chosen_without_another() -> None:
+    outcomes, asked = decided_with_one_silent(lambda: 7, failing=True)
+    assert isinstance(the_same_error(outcomes[:2]), StorageError)
+    assert asked == ["if_failed"]
+
+
 def test_a_silent_leader_is_named_on_every_follower_within_the_time() -> None:
     store = DictStore()
 
