@@ -7,7 +7,6 @@ by a thread of this process, with the same code behind the same line.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -22,11 +21,11 @@ from holdfast.arena import Arena
 from holdfast.errors import SaveFailedError
 from holdfast.records.images import Answer, Layout, Leave, NewArena, Order
 from holdfast.storage.base import Storage
+from holdfast.writer.launch import start_process
 from holdfast.writer.line import Line
 
 __all__ = ["Writer", "start_writer"]
 
-_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from holdfast.writer.process import main; main()"
 _LEAVE_SECONDS = 5.0
 # Orders are small, and a writer between two saves does nothing but wait for them.
 _SEND_SECONDS = 60.0
@@ -37,22 +36,11 @@ def start_writer(storage: Storage) -> Writer:
     ours, theirs = socket.socketpair()
     ours.settimeout(_SEND_SECONDS)
     if getattr(storage, "opens_by_url", False) and sys.executable:
-        process = _start_process(theirs)
+        process = start_process(theirs.fileno())
         theirs.close()
         return Writer(ours, process, None)
     thread = _start_thread(theirs, storage)
     return Writer(ours, None, thread)
-
-
-def _start_process(theirs: socket.socket) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())],
-        pass_fds=[theirs.fileno()],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        # Whoever ends the training's group of processes must not end the writer with it.
-        start_new_session=True,
-    )
 
 
 def _start_thread(theirs: socket.socket, storage: Storage) -> threading.Thread:
