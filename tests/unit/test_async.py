@@ -319,7 +319,9 @@ def in_a_child(work: Callable[[], object]) -> str:
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as end:
-        hangs = not select.select([end], [], [], 30)[0]
+        ready = select.poll()
+        ready.register(end, select.POLLIN)
+        hangs = not ready.poll(30_000)
         if hangs:
             os.kill(child, signal.SIGKILL)
         said = end.read()
@@ -551,6 +553,35 @@ def test_a_failure_that_nobody_asked_for_is_told_at_the_end(tmp_path: Path) -> N
     assert "nobody asked for its outcome" in done.stderr
     assert "SIGKILL" in done.stderr
     assert [found.step for found in holdfast.checkpoints(tmp_path)] == [0]
+
+
+def test_a_program_with_more_than_1100_open_descriptors_saves_and_notices_a_killed_writer(tmp_path: Path) -> None:
+    before = """
+    import resource
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, most) if most > 0 else 4096, most))
+    held = [os.open("/dev/null", os.O_RDONLY) for _ in range(1200)]
+    """
+    body = """
+    children = open(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read().split()
+    assert len(os.listdir("/proc/self/fd")) > 1200, "the descriptors are open"
+    os.kill(int(children[0]), signal.SIGSTOP)
+    handle = manager.save(1)
+    os.kill(int(children[0]), signal.SIGKILL)
+    try:
+        handle.wait()
+    except holdfast.SaveFailedError as error:
+        assert "SIGKILL" in str(error), error
+    else:
+        raise AssertionError("the writer was killed")
+    assert manager.save(2).wait().step == 2
+    manager.close()
+    """
+    code = SCRIPT.replace("import torch, holdfast\n", f"import torch, holdfast\n{textwrap.dedent(before)}")
+    code = code.format(count=1000, body=textwrap.dedent(body))
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert [found.step for found in holdfast.checkpoints(tmp_path)] == [2, 0]
 
 
 @pytest.mark.guarantee("G1")

@@ -22,7 +22,7 @@ __all__ = ["Line"]
 
 _LENGTH = struct.Struct("<Q")
 _READ_BYTES = 1 << 20
-_LOOK_SECONDS = 0.25
+_LOOK_MILLISECONDS = 250
 
 
 class Line:
@@ -50,12 +50,14 @@ class Line:
 
     def receive(self, gone: Callable[[], bool]) -> Any | None:
         """The next message; None when the other side is gone, which it may be although its end is open."""
+        # Not `select`, which cannot wait for a descriptor above 1,023.
+        readable = select.poll()
+        readable.register(self._socket, select.POLLIN)
         while True:
             message = self._complete()
             if message is not None:
                 return message
-            ready, _, _ = select.select([self._socket], [], [], _LOOK_SECONDS)
-            if not ready:
+            if not readable.poll(_LOOK_MILLISECONDS):
                 if gone():
                     return None
                 continue
