@@ -23,13 +23,21 @@ import msgspec
 
 from holdfast.arena import Arena
 from holdfast.catalog import Checkpoint
-from holdfast.errors import HoldfastError, RankError, SaveFailedError, UsageError, error_from_record, error_record
+from holdfast.errors import (
+    HoldfastError,
+    RankError,
+    SaveFailedError,
+    SaveUncertainError,
+    UsageError,
+    error_from_record,
+    error_record,
+)
 from holdfast.ranks import Ranks
 from holdfast.records.events import Event, EventKind
 from holdfast.records.images import Answer, Commit, Committed, Discard, Discarded, Failed, Written
 from holdfast.writer.client import Writer
 
-__all__ = ["Backstage", "Behind", "PendingSave", "Saved", "as_save_error"]
+__all__ = ["Backstage", "Behind", "PendingSave", "Saved", "as_save_error", "is_leaders_word", "outcome_after"]
 
 logger = logging.getLogger("holdfast")
 
@@ -159,6 +167,40 @@ def as_save_error(error: BaseException, step: int) -> HoldfastError:
     return SaveFailedError(f"{type(error).__name__}: {error}", step=step)
 
 
+def is_leaders_word(error: BaseException) -> bool:
+    """Whether an error is what the ranks agreed on, and not that the leader, or the way to it, was lost."""
+    silent = isinstance(error, RankError) and tuple(getattr(error, "ranks", ())) == (0,)
+    return isinstance(error, HoldfastError) and not silent
+
+
+def outcome_after(error: Exception, look: Callable[[], Saved | None], *, may_come_later: bool) -> Saved:
+    """Return what the storage has of a save that was cut off before its outcome was known; raise if it has nothing.
+
+    `look` returns the committed checkpoint, None where there is none, and raises where that cannot be seen.
+    `may_come_later`: another process may still be about to commit it.
+    """
+    try:
+        found = look()
+    except BaseException as trouble:
+        raise SaveUncertainError(
+            f"{_one_line(error)}; whether the save is committed cannot be seen either: {_one_line(trouble)}",
+            advice="look with `holdfast ls` once the storage works again; nothing of the checkpoint was removed",
+        ) from error
+    if found is not None:
+        logger.warning("%s is committed, though its save was cut off: %s", found.folder, _one_line(error))
+        return found
+    if not may_come_later:
+        raise error
+    later = "the save is not committed so far, and may still be: look with `holdfast ls`"
+    if isinstance(error, RankError):
+        raise RankError(**{**error.fields, "advice": f"{error.advice}; {later}"}) from error
+    raise SaveUncertainError(f"the other ranks cannot be reached: {_one_line(error)}", advice=later) from error
+
+
+def _one_line(error: BaseException) -> str:
+    return str(error) if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"
+
+
 @dataclass(slots=True)
 class HandedOver:
     """What this rank's writer has of a save: nothing as long as there is no writer. `finish_staging` returns when the
@@ -210,7 +252,8 @@ class Behind:
     """The background half of one save on one rank.
 
     `failure` is why this rank could not stage; the others hear it here. `on_end` gets the outcome, None for a failure.
-    `look` finds what is committed already, if anything is. `clear` removes what a writer that is gone has written.
+    `look` returns what is committed already, None if nothing is, and raises where that cannot be seen. `clear` removes
+    what a writer that is gone has written.
     """
 
     def __init__(
@@ -235,7 +278,7 @@ class Behind:
         self._clear = clear
         self._told = -1
         self._next_pulse = 0.0
-        self._wrote = False
+        self._own_failure: BaseException | None = None
         self._saved: Saved | None = None
 
     def run(self) -> None:
@@ -270,23 +313,37 @@ class Behind:
         try:
             return self._ranks.decide(
                 label,
-                self._write,
+                self._do_part,
                 self._commit,
                 sends=int,
                 returns=Saved,
                 if_failed=self._give_up,
                 if_silent=self._commit_without_word,
             )
-        except HoldfastError as error:
-            if self._ranks.rank != 0 and not _is_silence(error):
-                self._give_up()
-            raise
-        except Exception:
-            # The way to the other ranks is gone, and nobody was told that the save failed. The leader's writer sees by
-            # itself whether all parts are there.
-            if self._ranks.rank != 0 or self._ranks.size == 1 or not self._wrote:
+        except Exception as error:
+            if self._ranks.size == 1:
                 raise
-            return self._saved if self._saved is not None else self._commit([])
+            if is_leaders_word(error):
+                if self._ranks.rank != 0:
+                    self._give_up()
+                raise
+            return self._outcome_without_agreement(error)
+
+    def _outcome_without_agreement(self, error: Exception) -> Saved:
+        """Find out how the save ended when the way to the other ranks is gone. Nobody was told that it failed."""
+        if self._own_failure is not None:
+            raise self._own_failure
+        if self._ranks.rank != 0:
+            return outcome_after(error, self._look, may_come_later=True)
+        # The leader's writer sees by itself whether all parts are there.
+        return self._saved if self._saved is not None else self._commit([])
+
+    def _do_part(self) -> int:
+        try:
+            return self._write()
+        except BaseException as error:
+            self._own_failure = error
+            raise
 
     def _write(self) -> int:
         """This rank's part: its size, once it is durable."""
@@ -307,7 +364,6 @@ class Behind:
         if not isinstance(answer, Written):
             raise SaveFailedError(f"the writer answered {type(answer).__name__}")
         pending.tell("written", size_bytes=answer.size_bytes)
-        self._wrote = True
         return answer.size_bytes
 
     def _commit_without_word(self) -> Saved:
@@ -326,9 +382,7 @@ class Behind:
                 self._writer().tell(Commit(self._handed.number, waits))
                 answer = self._listen()
             except HoldfastError as error:
-                # The writer is gone, and only the storage knows how far it came.
-                found = self._of_the_dead(self._look)
-                return found if found is not None else Saved(self._pending.folder, "", error=error_record(error))
+                return self._outcome_after_writer_exit(error)
         if isinstance(answer, Failed) and answer.sealed:
             return Saved(self._pending.folder, "", error=answer.error)
         if isinstance(answer, Failed):
@@ -338,14 +392,22 @@ class Behind:
         self._saved = Saved(self._pending.folder, answer.digest, size_bytes=answer.size_bytes, sequence=answer.sequence)
         return self._saved
 
-    def _of_the_dead(self, work: Callable[[], Saved | None]) -> Saved | None:
-        """Ask for, or clear away, what a writer that is gone has left. What goes wrong in it is only said: the other
-        ranks wait for an answer."""
+    def _outcome_after_writer_exit(self, error: HoldfastError) -> Saved:
+        """Return what the storage has of a commit whose writer is gone. The other ranks wait for an answer, so an error
+        is one, too."""
+        # A thread that was given up cannot be ended, and may still commit.
+        unfinished = self._writer().may_still_read
         try:
-            return work()
+            return outcome_after(error, self._look, may_come_later=unfinished)
+        except HoldfastError as failure:
+            return Saved(self._pending.folder, "", error=error_record(failure))
+
+    def _clear_after_writer_exit(self) -> None:
+        """Remove what a writer that is gone has left. The other ranks wait for an answer, so errors are only logged."""
+        try:
+            self._clear()
         except BaseException:
-            logger.warning("step %d: what its writer left could not be looked at", self._pending.step, exc_info=True)
-            return None
+            logger.warning("step %d: what its writer left was not removed", self._pending.step, exc_info=True)
 
     def _hear(self) -> Answer:
         answer = self._listen()
@@ -390,9 +452,4 @@ class Behind:
         except HoldfastError:
             # A thread that was given up may still write.
             if writer.is_gone() and not writer.may_still_read:
-                self._of_the_dead(self._clear)
-
-
-def _is_silence(error: HoldfastError) -> bool:
-    """Whether it only says that the leader was not heard, which is no word of the leader's."""
-    return isinstance(error, RankError) and tuple(getattr(error, "ranks", ())) == (0,)
+                self._clear_after_writer_exit()

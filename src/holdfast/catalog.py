@@ -24,7 +24,7 @@ from holdfast.errors import (
     HoldfastError,
     KeyExistsError,
     KeyMissingError,
-    StorageError,
+    SaveUncertainError,
     UnsupportedFormatError,
     UsageError,
 )
@@ -540,11 +540,50 @@ class Catalog:
         # The way back is checked before the commit: a manifest that no reader would take must not become a checkpoint.
         check_manifest(manifest, tensors=not same_tensors)
         data, digest = encode_manifest(manifest)
-        self.storage.put(layout.key(manifest.folder, layout.MANIFEST), data)
-        # Without it a power cut can keep the manifest's bytes and lose its name, after we said that it is committed.
-        self.storage.sync(manifest.folder)
+        try:
+            self._put_manifest(manifest.folder, data)
+            # Without it a power cut can keep the manifest's bytes and lose its name, after it was called committed.
+            self.storage.sync(manifest.folder)
+        except KeyExistsError:
+            raise
+        except Exception as error:
+            self._withdraw(manifest.folder, error)
+            raise
         checkpoint = self._known[digest_of(data)] = Checkpoint(manifest, digest, self.storage)
         return checkpoint
+
+    def _put_manifest(self, folder: str, data: bytes) -> None:
+        """Create the manifest; a KeyExistsError when another process has closed the attempt."""
+        try:
+            self.storage.put(layout.key(folder, layout.MANIFEST), data)
+        except KeyExistsError:
+            # A storage that repeats a request whose answer was lost finds what it has written itself.
+            if self.storage.read(layout.key(folder, layout.MANIFEST), MAX_MANIFEST_BYTES) != data:
+                raise
+
+    def _withdraw(self, folder: str, error: Exception) -> None:
+        """Close an attempt whose commit failed half-way: no manifest may stay that a reader would take, for the save is
+        reported as failed. Raise a SaveUncertainError where that cannot be done.
+
+        What the ranks wrote stays: should a power cut bring the manifest back, then with all that it names.
+        """
+        key = layout.key(folder, layout.MANIFEST)
+        try:
+            if is_abandoned(self.storage.read(key, MAX_MANIFEST_BYTES)):
+                return
+            self.storage.delete(key)
+            self.storage.put(key, encode_abandoned({"by": "commit", "at": _now()}))
+            # It is another change of the folder than the one whose sync may have failed, so its success counts.
+            self.storage.sync(folder)
+        except KeyMissingError:
+            return
+        except Exception as trouble:
+            raise SaveUncertainError(
+                f"committing {folder} failed ({error}), and so did taking the manifest back ({trouble}): "
+                "the checkpoint may be there or not",
+                run=self.storage.url,
+                advice="look with `holdfast ls` once the storage works again; nothing of the checkpoint was removed",
+            ) from error
 
     def point_latest(self, folder: str) -> None:
         """Move the `latest` link where the storage has links. It is for people; no reader of ours looks at it."""
@@ -553,7 +592,7 @@ class Catalog:
             return
         try:
             point(layout.LATEST_LINK, folder)
-        except StorageError as error:
+        except Exception as error:
             logger.warning("committed, but the link 'latest' could not be moved: %s", error)
 
     def _names(self) -> list[str]:

@@ -9,6 +9,7 @@
     |-- StateMismatchError (RuntimeError)              checkpoint and live objects do not fit together
     |-- GuardMismatchError (ValueError)                a guarded value differs
     |-- SaveFailedError                                a save did not commit
+    |   `-- SaveUncertainError                         a save of which it is not known whether it did
     |-- RunInUseError (RuntimeError)                   another process writes to the run
     |-- RankError (TimeoutError)                       another rank did not answer in time
     |-- StorageError (OSError)                         the storage refused or failed
@@ -40,6 +41,7 @@ __all__ = [
     "RankError",
     "RunInUseError",
     "SaveFailedError",
+    "SaveUncertainError",
     "StateMismatchError",
     "StorageError",
     "UnsafeContentError",
@@ -200,6 +202,11 @@ class GuardMismatchError(HoldfastError, ValueError):
 
 class SaveFailedError(HoldfastError):
     """A save did not commit. Every older checkpoint is untouched."""
+
+
+class SaveUncertainError(SaveFailedError):
+    """Whether a save was committed is not known: its checkpoint may be there, now or a little later. Nothing of it was
+    removed, and every older checkpoint is untouched."""
 
 
 class RunInUseError(HoldfastError, RuntimeError):

@@ -26,9 +26,18 @@ import msgspec
 import torch
 
 from holdfast.arena import Arena
-from holdfast.background import Backstage, Behind, HandedOver, PendingSave, Saved, as_save_error
+from holdfast.background import (
+    Backstage,
+    Behind,
+    HandedOver,
+    PendingSave,
+    Saved,
+    as_save_error,
+    is_leaders_word,
+    outcome_after,
+)
 from holdfast.catalog import Catalog, Checkpoint, lengthened, line_after
-from holdfast.errors import HoldfastError, StorageError, UsageError
+from holdfast.errors import HoldfastError, KeyMissingError, StorageError, UsageError
 from holdfast.leading import Leader, SaveRequest
 from holdfast.memory import collector_paused
 from holdfast.naming import unwrap
@@ -353,9 +362,24 @@ class Saver:
             self._write_together(work, pending, receipts)
         pending.tell("written", size_bytes=pending.size_bytes)
         with pending.phase("commit"):
-            saved = on_leader(self._ranks, "commit", lambda: self._commit(work, receipts), returns=Saved)
-        self._note_commit(pending, saved)
+            saved = self._commit_together(work, receipts)
+        pending.mark_saved(saved)
+        try:
+            self._note_commit(pending, saved)
+        except Exception:
+            logger.exception("step %d is committed; what follows on that went wrong", pending.step)
         pending.succeed(saved)
+
+    def _commit_together(self, work: _Work, receipts: list[Receipt]) -> Saved:
+        ranks = self._ranks
+        try:
+            return on_leader(ranks, "commit", lambda: self._commit(work, receipts), returns=Saved)
+        except Exception as error:
+            if ranks.size == 1 or is_leaders_word(error):
+                raise
+            # The leader, or the way to it, was lost in the very moment of the commit.
+            look = partial(self._find_committed, work.decided.folder)
+            return outcome_after(error, look, may_come_later=ranks.rank != 0)
 
     def _write_together(self, work: _Work, pending: PendingSave, receipts: list[Receipt]) -> None:
         """Every rank writes. If one cannot, nothing can refer to what the others wrote, and all of it goes."""
@@ -531,12 +555,12 @@ class Saver:
         _discard(handed.names, folder, self._catalog)
 
     def _find_committed(self, folder: str) -> Saved | None:
-        """What a writer that is gone has committed before it went."""
+        """Return what a process that is gone has committed before it went; None when nothing is committed."""
         try:
             checkpoint = self._catalog.read(folder)
-            self._catalog.storage.sync(folder)
-        except HoldfastError:
+        except KeyMissingError:
             return None
+        self._catalog.storage.sync(folder)
         return Saved(folder, checkpoint.digest, size_bytes=checkpoint.size_bytes, sequence=checkpoint.sequence)
 
     def _note_commit(self, pending: PendingSave, saved: Saved) -> None:

@@ -26,7 +26,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import holdfast
 from holdfast.catalog import Catalog
-from holdfast.errors import RankError, SaveFailedError, StorageError, UsageError
+from holdfast.errors import RankError, SaveFailedError, SaveUncertainError, StorageError, UsageError
 from holdfast.leading import SaveRequest
 from holdfast.ranks import Ranks, torch_ranks
 from holdfast.saving import Saver
@@ -696,9 +696,11 @@ def test_a_trainer_that_is_killed_after_staging_loses_nothing_though_the_other_l
     outcomes = run_ranks(2, die_after_staging_while_the_other_lives, run, notes, victim)
     assert outcomes[victim].exit_code == -signal.SIGKILL
     outcome, seconds = outcomes[1 - victim].unwrap()
-    if victim == 0:
+    if victim == 0 and outcome is not None:
+        # Only where the leader's writer needs longer than the follower waits for the leader.
         assert isinstance(outcome, RankError), outcome
         assert outcome.ranks == (victim,)
+        assert "not committed so far, and may still be" in str(outcome)
     else:
         assert outcome is None, "the leader's writer found all parts"
     assert seconds < 2 * DEATH_TIMEOUT_SECONDS + GRACE_SECONDS + 20
@@ -708,6 +710,91 @@ def test_a_trainer_that_is_killed_after_staging_loses_nothing_though_the_other_l
         assert holdfast.verify(run, step).ok
     assert values(run_ranks(2, restore_and_compare, run, steps_of(run)[0])) == [True, True]
     assert steps_of(run)[0] == 3
+
+
+class EndsAfterCommit(LocalStorage):
+    """A disk of a leader whose process gets a signal right after its second commit, before it can answer anybody."""
+
+    signal_number = signal.SIGKILL
+
+    def point(self, name: str, target: str) -> None:
+        super().point(name, target)
+        if target == "step-000000002":
+            os.kill(os.getpid(), self.signal_number)
+            signal.pause()
+
+
+def leader_that_ends_after_its_commit(rank: int, run: Path, notes: Path, mode: str, end: int, hosted: bool) -> Any:
+    if hosted:
+        dist.init_process_group("gloo")
+    storage = EndsAfterCommit(run) if rank == 0 else LocalStorage(run)
+    storage.signal_number = end
+    note(notes, f"trainer-{rank}", os.getpid())
+    state = {"model": holdfast.Shared(sharded_model(1))}
+    manager = manager_of(run, state, storage=storage, mode=mode, timeout=DEATH_TIMEOUT_SECONDS)
+    manager.save(1, wait=True)
+    error = caught(lambda: manager.save(2, wait=True))
+    kinds = [event.kind for event in manager.events if event.step == 2]
+    if rank == 1:
+        os.kill(noted(notes, "trainer-0"), signal.SIGKILL)
+    return error, kinds
+
+
+@pytest.mark.guarantee("G5")
+@pytest.mark.parametrize(
+    ("mode", "end", "hosted"),
+    [
+        ("sync", signal.SIGKILL, True),
+        ("async", signal.SIGKILL, True),
+        ("sync", signal.SIGSTOP, False),
+        ("async", signal.SIGKILL, False),
+    ],
+    ids=lambda value: {True: "the store ends with it", False: "the store stays"}.get(value, str(value)),
+)
+def test_a_leader_that_ends_right_after_its_commit_leaves_a_committed_save_to_the_others(
+    mode: str, end: int, hosted: bool, tmp_path: Path
+) -> None:
+    backend = None if hosted else "gloo"
+    arguments = (tmp_path / "run", tmp_path / "notes", mode, end, hosted)
+    leader, follower = run_ranks(2, leader_that_ends_after_its_commit, *arguments, backend=backend)
+    assert leader.exit_code == -signal.SIGKILL
+    error, kinds = follower.unwrap()
+    assert error is None, "the checkpoint is there, and the other rank looked"
+    assert "committed" in kinds
+    assert "failed" not in kinds
+    assert steps_of(tmp_path / "run") == [2, 1]
+
+
+class EndsBeforeCommit(LocalStorage):
+    """A disk of a leader whose process is killed right before its second commit."""
+
+    def put(self, key: str, data: bytes) -> None:
+        if key == "step-000000002/manifest.json":
+            die()
+        super().put(key, data)
+
+
+def leader_that_ends_before_its_commit(rank: int, run: Path, mode: str) -> Any:
+    dist.init_process_group("gloo")
+    storage = EndsBeforeCommit(run) if rank == 0 else LocalStorage(run)
+    state = {"model": holdfast.Shared(sharded_model(1))}
+    manager = manager_of(run, state, storage=storage, mode=mode, timeout=DEATH_TIMEOUT_SECONDS)
+    manager.save(1, wait=True)
+    return caught(lambda: manager.save(2, wait=True))
+
+
+@pytest.mark.guarantee("G5")
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_leader_that_ends_before_its_commit_leaves_the_others_an_error_that_does_not_call_the_save_lost(
+    mode: str, tmp_path: Path
+) -> None:
+    leader, follower = run_ranks(2, leader_that_ends_before_its_commit, tmp_path / "run", mode, backend=None)
+    assert leader.exit_code == -signal.SIGKILL
+    error = follower.unwrap()
+    assert isinstance(error, SaveUncertainError)
+    assert error.step == 2
+    assert "not committed so far, and may still be" in str(error)
+    assert steps_of(tmp_path / "run") == [1]
 
 
 # The end of the group

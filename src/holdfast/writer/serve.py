@@ -18,7 +18,7 @@ import msgspec
 
 from holdfast.arena import Arena
 from holdfast.catalog import Catalog
-from holdfast.errors import HoldfastError, KeyExistsError, SaveFailedError, StorageError, error_record
+from holdfast.errors import HoldfastError, KeyExistsError, SaveFailedError, error_record
 from holdfast.lease import Heart
 from holdfast.records import layout
 from holdfast.records.images import (
@@ -205,9 +205,10 @@ class _Writer:
         known = self._committed_layout == job.layout and job.size == 1
         checkpoint = commit(job.facts, self._layout.listing, receipts, catalog, same_tensors=known)
         self._committed_layout = job.layout
+        self._job = None
+        # The checkpoint is there: nothing that fails from here on may fail the save.
         if job.facts.links:
             catalog.point_latest(job.folder)
-        self._job = None
         self._remove(job, [layout.receipt_file(rank) for rank in range(1, job.size)])
         return Committed(job.number, checkpoint.digest, checkpoint.size_bytes, checkpoint.sequence)
 
@@ -252,7 +253,7 @@ class _Writer:
         for name in reversed(names):
             try:
                 storage.delete(layout.key(job.folder, name))
-            except StorageError as error:
+            except Exception as error:
                 logger.debug("could not remove %s of an attempt: %s", name, error)
 
     def _catalog(self, job: Job) -> Catalog:

@@ -1,0 +1,146 @@
+"""Every call after a manifest was created fails: no save is reported as failed while it is the latest checkpoint."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from holdfast.catalog import Catalog
+from holdfast.errors import HoldfastError, SaveFailedError, SaveUncertainError, StorageError
+from holdfast.leading import SaveRequest
+from holdfast.ranks import Alone, Ranks, StoreRanks
+from holdfast.saving import Saver
+from holdfast.storage.base import Storage
+from holdfast.testing import MemoryStorage
+from holdfast.testing.storages import _Wrapper
+from tests.crash.runs import MemoryStore, Witness, components, violations
+
+_PATIENCE_SECONDS = 60.0
+
+ERRORS: dict[str, Callable[[str], Exception]] = {
+    "of the storage": lambda call: StorageError("the disk has a bad day [EIO]", errno=errno.EIO, file=call),
+    "of a plug-in": lambda call: RuntimeError(f"the client library failed in {call}"),
+}
+
+
+class FailingAfterManifest(_Wrapper):
+    """A storage whose n-th call after a manifest was created fails, counted from 0, which is the creation itself; with
+    `lasting` every later call fails, too. Calls about leases do not count: their number depends on the clock."""
+
+    def __init__(self, inner: Storage, fail_at: int | None, error: Callable[[str], Exception], lasting: bool) -> None:
+        super().__init__(inner)
+        self.fail_at, self.error, self.lasting = fail_at, error, lasting
+        self.calls: list[str] = []
+        self._lock = threading.Lock()
+
+    def put(self, key: str, data: bytes) -> None:
+        self._maybe_fail(f"put {key}")
+        self.inner.put(key, data)
+        if key.endswith("manifest.json") and not self.calls:
+            self._maybe_fail(f"after put {key}", begins=True)
+
+    def read(self, key: str, limit_bytes: int) -> bytes:
+        self._maybe_fail(f"read {key}")
+        return self.inner.read(key, limit_bytes)
+
+    def entries(self, folder: str) -> Any:
+        self._maybe_fail(f"entries {folder}")
+        return self.inner.entries(folder)
+
+    def sync(self, folder: str) -> None:
+        self._maybe_fail(f"sync {folder}")
+        self.inner.sync(folder)
+
+    def delete(self, key: str) -> None:
+        self._maybe_fail(f"delete {key}")
+        self.inner.delete(key)
+
+    def point(self, name: str, target: str) -> None:
+        self._maybe_fail(f"point {name}")
+
+    def _maybe_fail(self, call: str, *, begins: bool = False) -> None:
+        with self._lock:
+            if not (begins or self.calls) or " lease" in call:
+                return
+            number = len(self.calls)
+            self.calls.append(call)
+        if self.fail_at is not None and (number == self.fail_at or (self.lasting and number > self.fail_at)):
+            raise self.error(call)
+
+
+def save_once(storage: Storage, n: int, mode: Any) -> list[HoldfastError | str]:
+    """Save step 1 on `n` ranks that are threads, and return how that ended on each: its folder, or the error."""
+    store = MemoryStore(lambda: False)
+    ended: list[HoldfastError | str] = [""] * n
+
+    def live(rank: int) -> None:
+        ranks: Ranks = Alone()
+        if n > 1:
+            ranks = StoreRanks(store, rank, n, name="threads", timeout_seconds=_PATIENCE_SECONDS / 3)
+        saver = Saver(Catalog(storage), ranks, mode=mode, timeout_seconds=_PATIENCE_SECONDS / 3)
+        try:
+            ended[rank] = saver.save(1, lambda: SaveRequest(1, components(1, rank))).result().folder
+        except HoldfastError as error:
+            ended[rank] = error
+        saver.end()
+
+    threads = [threading.Thread(target=live, args=(rank,), daemon=True) for rank in range(n)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_PATIENCE_SECONDS)
+        assert not thread.is_alive(), "a rank hangs"
+    return ended
+
+
+@pytest.mark.guarantee("G5")
+@pytest.mark.guarantee("G6")
+@pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
+@pytest.mark.parametrize("kind", ERRORS)
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_save_is_never_reported_as_failed_while_it_is_the_latest(mode: str, n: int, kind: str, lasting: bool) -> None:
+    point, failed_at_all, seen = -1, True, set()
+    while failed_at_all:
+        point += 1
+        inner = MemoryStorage()
+        storage = FailingAfterManifest(inner, point, ERRORS[kind], lasting)
+        ended = save_once(storage, n, mode)
+        failed_at_all = len(storage.calls) > point
+        where = f"{point}, {storage.calls[point] if failed_at_all else 'the end'}: {ended}"
+        assert len({(type(end), str(end)) for end in ended}) == 1, f"the ranks differ: {where}"
+        scan = Catalog(inner).scan()
+        there = [found.folder for found in scan.checkpoints]
+        first = ended[0]
+        if isinstance(first, str):
+            assert there == [first], where
+        elif not isinstance(first, SaveUncertainError):
+            assert there == [], where
+            assert scan.closed == ("step-000000001",), f"nobody can commit it any more: {where}"
+        seen.add(type(first))
+        witness = Witness(committed=[1] if isinstance(first, str) else [])
+        assert violations(inner, n, witness) == [], where
+    assert point > 2
+    assert str in seen
+    assert (StorageError if kind == "of the storage" else SaveFailedError) in seen or lasting
+    assert (SaveUncertainError in seen) == lasting, "an error that comes once leaves no doubt"
+
+
+class RepeatingPut(_Wrapper):
+    """A storage whose client repeats the creation of a manifest, because the answer to the first request was lost."""
+
+    def put(self, key: str, data: bytes) -> None:
+        self.inner.put(key, data)
+        if key.endswith("manifest.json"):
+            self.inner.put(key, data)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_manifest_that_is_created_twice_by_one_request_is_committed(mode: str) -> None:
+    inner = MemoryStorage()
+    assert save_once(RepeatingPut(inner), 1, mode) == ["step-000000001"]
+    assert [found.step for found in Catalog(inner).scan().checkpoints] == [1]
