@@ -21,7 +21,7 @@ from holdfast._version import __version__
 from holdfast.background import Saved
 from holdfast.catalog import Catalog, lies_on
 from holdfast.errors import KeyMissingError, StorageError
-from holdfast.lease import Lease
+from holdfast.lease import Lease, claim_digest
 from holdfast.records import layout
 from holdfast.records.codec import Json
 from holdfast.records.facts import Facts, Listing
@@ -90,6 +90,7 @@ class Leader:
         self._line_head: str | None = None
         self._attempts: dict[int, int] | None = None
         self._lease: Lease | None = None
+        self._lease_digest = ""
         self.listing = Listing((), ())
 
     @property
@@ -171,6 +172,7 @@ class Leader:
             # What a writer without its training is about to commit comes before us, and is not taken from it.
             wait_for_survivors(self._catalog, self._timeout_seconds / 2)
             self._lease = Lease.acquire(self._catalog.storage, close_attempts=self._catalog.close_attempts)
+            self._lease_digest = claim_digest(self._catalog.storage, self._lease.number)
             self.forget()
 
     def release_run(self) -> None:
@@ -203,7 +205,15 @@ class Leader:
             folder, claim = self._catalog.claim(request.step, self._size, lease=self.lease, first=first)
         else:
             folder, claim = self._name(request.step), uuid.uuid4().hex
-        return SavePlan(folder, self._number, duties, claim=claim, streamed=streamed)
+        return SavePlan(
+            folder,
+            self._number,
+            duties,
+            claim=claim,
+            streamed=streamed,
+            lease=self.lease,
+            lease_digest=self._lease_digest,
+        )
 
     def _name(self, step: int) -> str:
         """A folder's name. The leader's writer claims it, behind the training, and fails if somebody else was first."""

@@ -34,12 +34,13 @@ import msgspec
 from holdfast.errors import HoldfastError, KeyExistsError, KeyMissingError, RunInUseError, StorageError
 from holdfast.identity import Identity, is_alive, this_process
 from holdfast.records import layout
+from holdfast.records.manifest import digest_of
 from holdfast.records.wire import from_json
 from holdfast.storage.base import Entry, Storage
 
 logger = logging.getLogger("holdfast")
 
-__all__ = ["DEFAULT_TIMEOUT_SECONDS", "Clock", "Heart", "Lease", "Readers", "reading", "require_number"]
+__all__ = ["DEFAULT_TIMEOUT_SECONDS", "Clock", "Heart", "Lease", "Readers", "claim_digest", "reading", "require_number"]
 
 DEFAULT_TIMEOUT_SECONDS = 60.0
 _BEATS_PER_TIMEOUT = 6
@@ -179,6 +180,14 @@ def require_number(storage: Storage, number: int) -> None:
         run=storage.url,
         advice="this process may not save to it any more; nothing that was committed is lost",
     )
+
+
+def claim_digest(storage: Storage, number: int) -> str:
+    """Return the digest of the claim with this number, which no other run has; empty when there is no such claim."""
+    try:
+        return digest_of(storage.read(_key(layout.LEASE, _name(number), _CLAIM), _MAX_RECORD_BYTES))
+    except KeyMissingError:
+        return ""
 
 
 def _require_free(

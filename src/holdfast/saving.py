@@ -39,6 +39,7 @@ from holdfast.background import (
 from holdfast.catalog import Catalog, Checkpoint, lengthened, line_after
 from holdfast.errors import HoldfastError, KeyMissingError, StorageError, UsageError
 from holdfast.leading import Leader, SaveRequest
+from holdfast.lease import claim_digest
 from holdfast.memory import collector_paused
 from holdfast.naming import unwrap
 from holdfast.progress import Progress
@@ -115,6 +116,7 @@ class Saver:
         self._stager = Stager()
         self._writer: Writer | None = None
         self._behind: Ranks | None = None
+        self._shared_lease = 0
         self._backstage = Backstage()
         self._pending: PendingSave | None = None
         self._jobs = 0
@@ -343,7 +345,24 @@ class Saver:
         elif self._mode == "sync" or decided.streamed:
             self._write_now(work, pending)
         else:
+            self._require_shared_run(decided)
             self._write_behind(work, pending)
+
+    def _require_shared_run(self, decided: SavePlan) -> None:
+        """Make sure that all ranks see the leader's run, once for each lease, before anything is written. Otherwise the
+        leader's writer would wait for parts that lie on another machine's disk."""
+        if self._ranks.size == 1 or decided.lease == self._shared_lease:
+            return
+        self._ranks.decide("first look at the run", partial(self._see_run, decided), _nothing, sends=None, returns=None)
+        self._shared_lease = decided.lease
+
+    def _see_run(self, decided: SavePlan) -> None:
+        if claim_digest(self._catalog.storage, decided.lease) != decided.lease_digest:
+            raise UsageError(
+                f"rank {self._ranks.rank} does not see the lease of the run that rank 0 has just taken",
+                run=self._catalog.storage.url,
+                advice="give all ranks the same run, on storage that all of them share; nothing was written",
+            )
 
     def _plan_of(self, work: _Work) -> _RankPlan:
         """This rank's part of the plan; worked out when the plan is new."""
@@ -651,6 +670,10 @@ def _before_step(stager: weakref.ref[Stager], *_: Any) -> None:
     found = stager()
     if found is not None:
         found.before_update()
+
+
+def _nothing(_: list[None]) -> None:
+    """Choose nothing: that all ranks came so far is the decision."""
 
 
 def _raise(error: BaseException) -> tuple[SaveRequest, Capture]:

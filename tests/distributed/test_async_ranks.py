@@ -473,7 +473,7 @@ def test_a_training_that_goes_on_changes_nothing_of_what_is_being_written(play: 
 def test_a_known_structure_takes_one_agreement_and_a_new_one_on_any_rank_takes_two(play: Play) -> None:
     for labels, right in play("agreements_of_each_save"):
         assert labels == [
-            ["save of step 0", "plan of step 0"],
+            ["save of step 0", "plan of step 0", "first look at the run"],
             ["save of step 1"],
             ["save of step 2", "plan of step 2"],
             ["save of step 3"],

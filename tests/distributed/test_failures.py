@@ -492,7 +492,7 @@ def test_a_rank_that_is_killed_during_a_save_is_named_on_the_others_and_the_run_
     assert holdfast.verify(tmp_path, 2).ok
 
 
-def save_to_a_disk_of_its_own(rank: int, folder: str) -> tuple[str, str]:
+def save_to_a_disk_of_its_own(rank: int, folder: str, mode: Any) -> tuple[str, str, list[str]]:
     """The same path on every machine, and on each of them another disk: a storage that says the same of itself."""
 
     class Elsewhere(LocalStorage):
@@ -502,18 +502,25 @@ def save_to_a_disk_of_its_own(rank: int, folder: str) -> tuple[str, str]:
 
     state = {"model": torch.nn.Linear(2, 2)}
     storage = Elsewhere(f"{folder}/{rank}")
-    with holdfast.CheckpointManager("run", state, storage=storage, timeout=30, mode="sync") as manager:
+    with holdfast.CheckpointManager("run", state, storage=storage, timeout=30, mode=mode) as manager:
         try:
             manager.save(1)
+            manager.wait()
         except holdfast.HoldfastError as error:
-            return type(error).__name__, str(error)
-    return "", ""
+            return type(error).__name__, str(error), [event.kind for event in manager.events]
+    return "", "", []
 
 
 @pytest.mark.guarantee("G5")
-def test_ranks_whose_path_is_not_shared_are_told_so(tmp_path: Path) -> None:
-    first, second = values(run_ranks(2, save_to_a_disk_of_its_own, str(tmp_path)))
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_ranks_whose_path_is_not_shared_are_told_so_before_anything_is_committed(mode: str, tmp_path: Path) -> None:
+    first, second = values(run_ranks(2, save_to_a_disk_of_its_own, str(tmp_path), mode))
     assert first == second
     assert first[0] == "UsageError"
-    assert "does not see the folder step-000000001" in first[1]
+    assert "rank 1" in first[1]
+    assert "run /the/same/path" in first[1]
+    assert "on storage that all of them share" in first[1]
     assert not list(tmp_path.rglob("manifest.json"))
+    assert "written" not in first[2]
+    if mode == "async":
+        assert not list(tmp_path.rglob("*.safetensors")), "nothing is written before all ranks see the same run"
