@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from holdfast.components import RNGState, Trainable
 from holdfast.errors import StateMismatchError, UsageError
+from holdfast.loaders import shield_random_state
 from holdfast.naming import clean_name, kind_of, optimizer_names, parameter_names, unwrap
 from holdfast.records import layout
 from holdfast.records.codec import encode
@@ -190,8 +191,9 @@ def restore_state(components: Mapping[str, Any], train_state: Mapping[str, Any])
     if missing or unexpected:
         raise StateMismatchError("state and components do not fit together", missing=missing, unexpected=unexpected)
     acts = [(name, _restoring(name, components, train_state[name])) for name in components]
-    for _, act in sorted(acts, key=lambda pair: isinstance(unwrap(components[pair[0]]), RNGState)):
+    for name, act in sorted(acts, key=lambda pair: isinstance(unwrap(components[pair[0]]), RNGState)):
         act()
+        shield_random_state(unwrap(components[name]))
 
 
 def _restoring(name: str, components: Mapping[str, Any], state: Any) -> Callable[[], None]:

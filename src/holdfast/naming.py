@@ -19,6 +19,11 @@ from holdfast.records.state import TreeKind
 _WRAPPER_PARTS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
+def is_stateful_loader(component: Any) -> bool:
+    """Whether this is torchdata's `StatefulDataLoader`, which need not be installed."""
+    return any(base.__name__ == "StatefulDataLoader" for base in type(component).__mro__)
+
+
 def unwrap(component: Any) -> Any:
     """The user's own object, without what says how to keep it."""
     return component.component if isinstance(component, PerRank | Shared | Trainable) else component
@@ -176,6 +181,4 @@ def _require_state(name: str, component: Any) -> None:
 
 
 def _is_loader(component: Any) -> bool:
-    if isinstance(component, torch.utils.data.DataLoader):
-        return True
-    return any(base.__name__ == "StatefulDataLoader" for base in type(component).__mro__)
+    return isinstance(component, torch.utils.data.DataLoader) or is_stateful_loader(component)

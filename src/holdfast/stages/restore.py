@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.components import RNGState
 from holdfast.errors import HoldfastError, StateMismatchError
+from holdfast.loaders import shield_random_state
 from holdfast.naming import unwrap
 from holdfast.records.targets import Fitted
 
@@ -24,6 +25,7 @@ def restore_values(fitted: Sequence[Fitted], components: Mapping[str, Any]) -> N
     for one in fitted:
         if one.kind == "values" and not _is_random_state(one, components):
             _take_up(one, _before(done))
+            shield_random_state(unwrap(components[one.component]))
             done.append(one.component)
 
 

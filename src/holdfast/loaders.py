@@ -1,0 +1,58 @@
+"""Let a restored data loader take up its position without drawing random numbers. Knows torchdata's loader.
+
+A loader builds its iterator after the restore, when the training first asks for a batch. Building it draws a seed from
+torch's global generator, and skipping to the position may run the dataset's code. In the run that was saved all of this
+happened before the save, so the random state that was restored has it behind it already: drawn once more, every later
+random number would be another one.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from holdfast.components import get_rng_state, set_rng_state
+from holdfast.naming import is_stateful_loader
+
+logger = logging.getLogger("holdfast")
+
+__all__ = ["shield_random_state"]
+
+_BUILD = "_get_iterator"
+_PENDING = "next_iter_state"
+
+
+def shield_random_state(component: Any) -> None:
+    """Make the iterator that takes up a loader's restored state leave the random state as it is.
+
+    Only that one: the iterator of the next epoch draws its seed, as it does without a restore.
+    """
+    if not is_stateful_loader(component):
+        return
+    if not hasattr(component, _PENDING) or not callable(getattr(type(component), _BUILD, None)):
+        logger.warning(
+            "this version of StatefulDataLoader is not known: its first iterator after the restore may draw random "
+            "numbers, and the run would not resume exactly"
+        )
+    elif getattr(component, _PENDING) is not None:
+        setattr(component, _BUILD, _Shield(component))
+
+
+class _Shield:
+    """Stands in for a loader's method that builds an iterator, until it was called once.
+
+    A class and not a closure, so that the loader can still be copied and pickled.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __call__(self) -> Any:
+        loader = self._loader
+        before = get_rng_state()
+        try:
+            iterator = getattr(type(loader), _BUILD)(loader)
+        finally:
+            set_rng_state(before)
+        vars(loader).pop(_BUILD, None)
+        return iterator
