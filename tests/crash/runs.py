@@ -212,7 +212,7 @@ def restored_wrongly(catalog: Catalog, folder: str, step: int, rank: int, n: int
     live = components(-1, rank)
     request = LoadRequest(Selector("folder", name=folder), live, LoadStrategy())
     try:
-        load(request, catalog, _Place(rank, n))
+        load(request, catalog, Place(rank, n))
     except Exception as error:
         return [f"G1: step {step} cannot be restored: {error}"]
     expected = components(step, rank)
@@ -221,7 +221,7 @@ def restored_wrongly(catalog: Catalog, folder: str, step: int, rank: int, n: int
     return []
 
 
-class _Place(Alone):
+class Place(Alone):
     """One rank of several, alone: what it decides needs nobody."""
 
     def __init__(self, rank: int, size: int) -> None:
