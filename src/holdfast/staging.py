@@ -263,7 +263,7 @@ class Stager:
             if not self._clone(sources, loose):
                 # No room for clones: the training's own stream makes these copies, and the training waits for them.
                 _copy_now([self._views[index] for index in loose], [sources[index] for index in loose])
-                singles = [index for index in singles if index not in set(loose)]
+                singles = _without(singles, loose)
         copies = [_Copy(self._views[index], sources[index], self._chunks[index].end) for index in singles]
         copies = sorted([*gathered, *copies], key=lambda copy: copy.end)
         _copy_all([self._views[index] for index in where.here], [sources[index] for index in where.here])
@@ -430,6 +430,12 @@ def _copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
     if not targets:
         return
     torch._foreach_copy_(list(targets), list(sources))
+
+
+def _without(indices: Sequence[int], left_out: Sequence[int]) -> list[int]:
+    """Return the indices that are not left out, in one pass over each: there may be thousands of either."""
+    gone = set(left_out)
+    return [index for index in indices if index not in gone]
 
 
 def _copy_now(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""In which groups a device's copies are sent."""
+"""In which groups a device's copies are sent, and which are left to the training's own stream."""
 
 from itertools import accumulate, pairwise
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.staging import _groups
+from holdfast.staging import _groups, _without
 
 
 @given(st.lists(st.integers(1, 400), max_size=60))
@@ -26,3 +26,21 @@ def test_a_large_state_has_few_groups(count: int) -> None:
     groups = list(_groups(range(1, count + 1), 1))
     assert len(groups) <= count.bit_length()
     assert all(later[1] - later[0] == 2 * (earlier[1] - earlier[0]) for earlier, later in pairwise(groups[:-1]))
+
+
+class CountedInt(int):
+    """An index that counts how often any of its kind is hashed."""
+
+    hashed = 0
+
+    def __hash__(self) -> int:
+        CountedInt.hashed += 1
+        return int.__hash__(self)
+
+
+def test_tensors_of_no_optimizer_are_taken_out_in_one_pass_over_them() -> None:
+    singles = [CountedInt(number) for number in range(1000)]
+    loose = singles[::2]
+    CountedInt.hashed = 0
+    assert _without(singles, loose) == list(range(1, 1000, 2))
+    assert len(singles) + len(loose) == CountedInt.hashed
