@@ -5,15 +5,16 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import uuid
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -21,6 +22,7 @@ from holdfast.errors import (
     AttemptClosedError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    DamagedRecordError,
     HoldfastError,
     KeyExistsError,
     KeyMissingError,
@@ -30,6 +32,7 @@ from holdfast.errors import (
 )
 from holdfast.identity import this_process
 from holdfast.records import layout
+from holdfast.records.attempts import AttemptRecord, encode_attempt, read_attempt
 from holdfast.records.codec import decode
 from holdfast.records.facts import STATE_DICT_NOTE
 from holdfast.records.manifest import (
@@ -44,14 +47,24 @@ from holdfast.records.manifest import (
     encode_manifest,
     is_abandoned,
 )
-from holdfast.records.notes import Note, Notes, decode_note, encode_note, note_key, parse_note_name, sum_up
+from holdfast.records.notes import (
+    MAX_NOTE_NUMBER,
+    Note,
+    Notes,
+    encode_note,
+    note_key,
+    parse_note_name,
+    read_note,
+    sum_up,
+)
 from holdfast.records.selector import Ranking, Selector
-from holdfast.records.wire import from_json
+from holdfast.records.wire import encode_record, read_record
 from holdfast.storage.base import Storage
 
 logger = logging.getLogger("holdfast")
 
-_MAX_RUN_BYTES = 1 << 20
+# How often the record of a run is looked for again when another process creates or mends it at the same time.
+_TRIES = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +75,8 @@ class Checkpoint:
     digest: str
     storage: Storage = field(repr=False)
     notes: tuple[Note, ...] = field(repr=False, default=())
+    # Notes that cannot be read: what they say is unknown, so the checkpoint may have a tag that nobody sees.
+    unread_notes: tuple[str, ...] = field(repr=False, default=())
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -190,8 +205,8 @@ class Scan:
 
 
 class _RunRecord(msgspec.Struct, frozen=True, kw_only=True):
-    holdfast_format: int
-    run_id: str
+    holdfast_format: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+    run_id: Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
     created: str
 
 
@@ -209,6 +224,7 @@ class Catalog:
         # only ever looked through as a list made at once.
         self._known: dict[str, Checkpoint] = {}
         self._known_notes: dict[str, Note] = {}
+        self._unread_notes: set[str] = set()
 
     def __repr__(self) -> str:
         return f"Catalog({self.storage.url!r})"
@@ -335,17 +351,37 @@ class Catalog:
         return highest + 1
 
     def open_run(self) -> str:
-        """The run's id. The record is created by the first who comes; whoever loses that race reads the winner's."""
-        existing = self._read_run()
-        if existing is not None:
-            return existing
-        record = _RunRecord(holdfast_format=FORMAT, run_id=uuid.uuid4().hex, created=_now())
+        """Return the run's id. The record is created by the first process that comes; the others read it. One that is
+        damaged, or was lost, is written again with the id that the newest checkpoint has."""
+        for _ in range(_TRIES):
+            try:
+                existing = self.read_run()
+            except DamagedRecordError as error:
+                logger.warning("the record of the run is damaged and is written again: %s", error)
+                self._remove_damaged_run(error)
+                existing = None
+            if existing is not None:
+                return existing
+            record = _RunRecord(holdfast_format=FORMAT, run_id=self._known_run_id() or uuid.uuid4().hex, created=_now())
+            try:
+                self.storage.put(layout.RUN_KEY, encode_record(record))
+            except KeyExistsError:
+                continue  # another process was faster
+            self.storage.sync("")
+            return record.run_id
+        raise StorageError("the record of the run exists and cannot be read", run=self.storage.url, file=layout.RUN_KEY)
+
+    def _remove_damaged_run(self, damage: DamagedRecordError) -> None:
         try:
-            self.storage.put(layout.RUN_KEY, msgspec.json.encode(record) + b"\n")
-        except KeyExistsError:
-            return self._read_run() or ""
-        self.storage.sync("")
-        return record.run_id
+            self.storage.delete(layout.RUN_KEY)
+        except StorageError as error:
+            raise damage.at(
+                run=self.storage.url, advice=f"move it away by hand, because it cannot be removed: {error}"
+            ) from None
+
+    def _known_run_id(self) -> str:
+        """Return the run's id as the newest sound checkpoint states it; empty where there is none."""
+        return next((found.head.run_id for found in self.scan().checkpoints if found.head.run_id), "")
 
     def claim(self, step: int, world_size: int, *, lease: int = 0, first: int = 1) -> tuple[str, str]:
         """Take the next free name for an attempt at a step, and the claim that is laid down in it. Two that try at once
@@ -363,7 +399,7 @@ class Catalog:
         found: dict[int, int] = {}
         for name in self._names():
             parsed = layout.parse_folder(name)
-            if parsed is not None:
+            if parsed is not None and parsed.attempt <= layout.MAX_COUNTED_ATTEMPT:
                 found[parsed.step] = max(parsed.attempt, found.get(parsed.step, 0))
         return found
 
@@ -380,7 +416,7 @@ class Catalog:
         """Make sure that no attempt of an earlier writer than this one can be committed any more: whoever comes first
         to the manifest's name has it."""
         for folder in self.open_attempts():
-            if self.attempt_record(folder).get("lease", 0) >= number:
+            if self.attempt(folder).lease >= number:
                 continue
             why = {"by": number, "at": _now()}
             try:
@@ -389,13 +425,21 @@ class Catalog:
                 continue
             self.storage.sync(folder)
 
-    def attempt_record(self, folder: str) -> dict[str, Any]:
-        """Who began an attempt, as he said it; empty where nothing can be read."""
+    def attempt(self, folder: str) -> AttemptRecord:
+        """Return who began an attempt; a record without content where nothing can be read, because a record of an
+        attempt is never needed to read a checkpoint."""
         try:
-            data = self.storage.read(layout.key(folder, layout.ATTEMPT), _MAX_RUN_BYTES)
-            return from_json(data, dict[str, Any])
-        except (HoldfastError, msgspec.MsgspecError):
-            return {}
+            return self._read_attempt(folder)
+        except HoldfastError:
+            return AttemptRecord()
+
+    def attempt_record(self, folder: str) -> dict[str, Any]:
+        """Return the same as plain values."""
+        return dict(msgspec.to_builtins(self.attempt(folder)))
+
+    def _read_attempt(self, folder: str) -> AttemptRecord:
+        key = layout.key(folder, layout.ATTEMPT)
+        return read_attempt(partial(self.storage.read, key), key)
 
     def uncommit(self, folder: str) -> None:
         """Let a checkpoint be one no more. Its bytes are debris from here on."""
@@ -433,6 +477,13 @@ class Catalog:
         numbers = [parsed.number for parsed in map(parse_note_name, self.note_names()) if parsed is not None]
         number = max(numbers, default=0) + 1
         while True:
+            if number > MAX_NOTE_NUMBER:
+                raise StorageError(
+                    f"a note has the highest number that there is, {MAX_NOTE_NUMBER}",
+                    run=self.storage.url,
+                    file=layout.NOTES,
+                    advice="remove that file, which no writer made",
+                )
             try:
                 self.storage.put(note_key(checkpoint.folder, number), encode_note(note))
                 break
@@ -471,7 +522,13 @@ class Catalog:
     def _notes_by_folder(self) -> dict[str, list[str]]:
         """The names of all notes by the folder that they are about, in order."""
         found: dict[str, list[str]] = {}
-        names = self.note_names()
+        try:
+            names = self.note_names()
+        except StorageError as error:
+            if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+                raise
+            # Something else has the place of the folder: what was noted is unknown for every checkpoint.
+            return {name: [layout.NOTES] for name in self._names()}
         parsed = [(name, parse_note_name(name)) for name in names]
         for name, told in sorted(((n, p) for n, p in parsed if p is not None), key=lambda pair: pair[1].number):
             found.setdefault(told.folder, []).append(name)
@@ -480,52 +537,66 @@ class Catalog:
         return found
 
     def _annotated(self, checkpoint: Checkpoint, names: Mapping[str, list[str]]) -> Checkpoint:
-        notes = [self._note_on(checkpoint, name) for name in names.get(checkpoint.folder, ())]
-        found = tuple(note for note in notes if note is not None)
-        return replace(checkpoint, notes=found) if found else checkpoint
+        notes, unread = [], []
+        for name in names.get(checkpoint.folder, ()):
+            try:
+                note = self._note_on(checkpoint, name)
+            except HoldfastError as error:
+                self._warn_of_note(name, error)
+                unread.append(name)
+                continue
+            if note is not None:
+                notes.append(note)
+        if not notes and not unread:
+            return checkpoint
+        return replace(checkpoint, notes=tuple(notes), unread_notes=tuple(unread))
+
+    def _warn_of_note(self, name: str, error: HoldfastError) -> None:
+        """Once for each note and catalog: a run is scanned after every save."""
+        if name not in self._unread_notes:
+            self._unread_notes.add(name)
+            logger.warning("the note %s cannot be read and is skipped; its checkpoint is kept: %s", name, error)
 
     def _note_on(self, checkpoint: Checkpoint, name: str) -> Note | None:
         """A note, if it is on this checkpoint. One on another may since have gone, and its name been given again."""
         note = self._known_notes.get(name)
         if note is None or note.checkpoint != checkpoint.digest:
             self._known_notes.pop(name, None)
-            note = self._read_note(name)
+            note = self.read_note(name)
         if note is None:
             return None
         self._known_notes[name] = note
         return note if note.checkpoint == checkpoint.digest else None
 
-    def _read_note(self, name: str) -> Note | None:
-        """One that cannot be read is no more than a note."""
+    def read_note(self, name: str) -> Note | None:
+        """Return a note, None when it is gone; a `DamagedRecordError` for one that cannot be decoded."""
+        key = layout.key(layout.NOTES, name)
         try:
-            return decode_note(self.storage.read(layout.key(layout.NOTES, name), _MAX_RUN_BYTES))
+            return read_note(partial(self.storage.read, key), key)
         except KeyMissingError:
-            return None
-        except HoldfastError as error:
-            logger.warning("the note %s is passed over: %s", name, error)
             return None
 
     def claim_folder(self, folder: str, world_size: int, **more: Any) -> str:
         """Take this name for an attempt, and give the claim; a KeyExistsError when somebody has it."""
         claim = uuid.uuid4().hex
-        who = {
-            "claim": claim,
+        who = AttemptRecord(
+            claim=claim,
             **msgspec.to_builtins(this_process()),
-            "started": _now(),
-            "world_size": world_size,
+            started=_now(),
+            world_size=world_size,
             **more,
-        }
-        self.storage.put(layout.key(folder, layout.ATTEMPT), msgspec.json.encode(who) + b"\n")
+        )
+        self.storage.put(layout.key(folder, layout.ATTEMPT), encode_attempt(who))
         return claim
 
     def require_claim(self, folder: str, claim: str) -> None:
         """Make sure that this rank sees what the leader sees. A path may be a disk of its own on every machine, and
         ranks may have been given different runs: each would write its part of the checkpoint to another place."""
         try:
-            found = msgspec.json.decode(self.storage.read(layout.key(folder, layout.ATTEMPT), _MAX_RUN_BYTES))
-        except (KeyMissingError, msgspec.MsgspecError):
-            found = {}
-        if found.get("claim") != claim:
+            found = self._read_attempt(folder)
+        except (KeyMissingError, DamagedRecordError):
+            found = AttemptRecord()
+        if found.claim != claim:
             raise UsageError(
                 f"this rank does not see the folder {folder} that the leader has just made",
                 run=self.storage.url,
@@ -605,20 +676,26 @@ class Catalog:
             reason = "was never committed" if folder in self._names() else "is not there"
             raise CheckpointNotFoundError(f"{folder} {reason}", run=self.storage.url) from None
 
-    def _read_run(self) -> str | None:
+    def read_run(self) -> str | None:
+        """Return the run's id as its record states it, None where there is no record; a `DamagedRecordError` for one
+        that cannot be decoded."""
         try:
-            record = from_json(self.storage.read(layout.RUN_KEY, _MAX_RUN_BYTES), _RunRecord)
+            record = read_record(
+                partial(self.storage.read, layout.RUN_KEY),
+                _RunRecord,
+                what="the record of the run",
+                file=layout.RUN_KEY,
+            )
         except KeyMissingError:
             return None
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise CorruptCheckpointError(
-                f"it is no run's record: {error}", run=self.storage.url, file=layout.RUN_KEY
-            ) from None
+        except DamagedRecordError as error:
+            raise error.at(run=self.storage.url) from None
         if record.holdfast_format > FORMAT:
             raise UnsupportedFormatError(
                 f"the run is of format {record.holdfast_format}; this version knows formats up to {FORMAT}",
                 run=self.storage.url,
-                advice="use a newer version of Holdfast",
+                advice="use a newer version of Holdfast; if none ever wrote here, run.json is damaged, and "
+                "`holdfast doctor RUN --fix` writes it again",
             )
         return record.run_id
 

@@ -5,6 +5,7 @@
     |-- ClosedError (RuntimeError)                     the manager was closed
     |-- CheckpointNotFoundError (FileNotFoundError)    what was asked for is not there
     |-- CorruptCheckpointError                         bytes are not what the manifest says they are
+    |   `-- DamagedRecordError                         a small record around the checkpoints is damaged
     |-- UnsupportedFormatError                         written by a newer format, or not ours
     |-- StateMismatchError (RuntimeError)              checkpoint and live objects do not fit together
     |-- GuardMismatchError (ValueError)                a guarded value differs
@@ -34,6 +35,7 @@ __all__ = [
     "CheckpointNotFoundError",
     "ClosedError",
     "CorruptCheckpointError",
+    "DamagedRecordError",
     "GuardMismatchError",
     "HoldfastError",
     "KeyExistsError",
@@ -156,6 +158,11 @@ class CorruptCheckpointError(HoldfastError):
 
     def _details(self) -> str:
         return _listing(getattr(self, "problems", ()))
+
+
+class DamagedRecordError(CorruptCheckpointError):
+    """A small record around the checkpoints (a lease claim, `attempt.json`, `run.json`, a note, a receipt) is damaged.
+    No checkpoint is."""
 
 
 class UnsupportedFormatError(HoldfastError):

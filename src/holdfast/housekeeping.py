@@ -406,6 +406,8 @@ def _start_of(checkpoint: Checkpoint) -> int | None:
 def _shield(checkpoint: Checkpoint, reading: Set[str], in_use: Set[str | None], start: int | None) -> str:
     if checkpoint.damage:
         return f"damaged, kept aside: {checkpoint.damage}"
+    if checkpoint.unread_notes:
+        return f"what was noted on it cannot be read: {checkpoint.unread_notes[0]}"
     if checkpoint.folder in reading:
         return "somebody reads it"
     if checkpoint.digest in in_use:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import time
-from typing import Any
 
 from holdfast.catalog import Catalog
-from holdfast.identity import birth_of, parent_of
+from holdfast.identity import Identity, is_alive, parent_of
+from holdfast.records.attempts import AttemptRecord
 
 logger = logging.getLogger("holdfast")
 
@@ -34,16 +33,15 @@ def wait_for_survivors(catalog: Catalog, timeout_seconds: float) -> None:
 
 def _surviving(catalog: Catalog) -> str | None:
     for folder in catalog.open_attempts():
-        if _is_orphan(catalog.attempt_record(folder)):
+        if _is_orphan(catalog.attempt(folder)):
             return folder
     return None
 
 
-def _is_orphan(record: dict[str, Any]) -> bool:
-    """Whether a writer is alive whose trainer is not. One whose trainer lives is at work for somebody else."""
-    writer, trainer = record.get("process"), record.get("trainer")
-    if not isinstance(writer, int) or not isinstance(trainer, int) or record.get("host") != socket.gethostname():
+def _is_orphan(record: AttemptRecord) -> bool:
+    """Return whether a writer is seen alive whose trainer is not its parent any more. The number of a process says
+    nothing by itself: another container may have the same host name and use the same numbers."""
+    if record.process is None or record.trainer is None or record.process == os.getpid():
         return False
-    if birth_of(writer) is None or birth_of(writer) != record.get("birth") or writer == os.getpid():
-        return False
-    return parent_of(writer) != trainer
+    writer = Identity(record.host, record.machine, record.process, record.birth)
+    return is_alive(writer) is True and parent_of(record.process) != record.trainer

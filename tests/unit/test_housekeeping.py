@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from tests.crash.room import signed_again
 
 import holdfast
 from holdfast.catalog import Catalog, Checkpoint
@@ -717,7 +718,7 @@ def bury(storage: Any) -> None:
         if entry.is_folder and "attempt.json" in {inner.name for inner in storage.entries(entry.name)}:
             record = storage.read(key, 1 << 20)
             storage.delete(key)
-            storage.put(key, record.replace(mine, gone))
+            storage.put(key, signed_again(record.replace(mine, gone)))
 
 
 def prepare(storage: Any) -> None:

@@ -20,6 +20,8 @@ READERS = "readers"
 NOTES = "notes"
 
 MAX_STEP = 2**63 - 1
+# No step is tried so often. A higher number was not made by counting, and the next one would be no name any more.
+MAX_COUNTED_ATTEMPT = 10**8
 MAX_NAME_CHARACTERS = 1024
 _MAX_PART_BYTES = 255
 
@@ -48,9 +50,10 @@ class Floor(NamedTuple):
 
     @classmethod
     def highest(cls, floors: Iterable[Self]) -> Self:
-        """One that is as high as each of them."""
+        """One that is as high as each of them, but for numbers of attempts that nobody reached by counting."""
         found = list(floors)
-        steps, attempts = (floor.step for floor in found), (floor.attempt for floor in found)
+        steps = (floor.step for floor in found)
+        attempts = (floor.attempt for floor in found if floor.attempt <= MAX_COUNTED_ATTEMPT)
         return cls(max(steps, default=-1), max(attempts, default=0))
 
     def first_attempt(self, step: int) -> int:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import msgspec
 
-from holdfast.errors import CorruptCheckpointError
 from holdfast.records import layout
-from holdfast.records.wire import from_json
+from holdfast.records.wire import encode_record, read_record
 
-__all__ = ["Note", "NoteName", "decode_note", "encode_note", "note_key", "parse_note_name", "sum_up"]
+__all__ = ["MAX_NOTE_NUMBER", "Note", "NoteName", "encode_note", "note_key", "parse_note_name", "read_note", "sum_up"]
 
-_NAME = re.compile(r"(step-[0-9.]+)--([0-9]{6,18})\.json", re.ASCII)
+# No run ever gets there by counting.
+MAX_NOTE_NUMBER = 10**15 - 1
+
+_NAME = re.compile(r"(step-[0-9.]+)--([0-9]{6,15})\.json", re.ASCII)
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -70,11 +72,9 @@ def parse_note_name(name: str) -> NoteName | None:
 
 
 def encode_note(note: Note) -> bytes:
-    return msgspec.json.encode(note) + b"\n"
+    return encode_record(note)
 
 
-def decode_note(data: bytes) -> Note:
-    try:
-        return from_json(data, Note)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise CorruptCheckpointError(f"it is no note: {error}") from None
+def read_note(read: Callable[[int], bytes], file: str) -> Note:
+    """Return the note that `read` gives; see `read_record` for what it raises."""
+    return read_record(read, Note, what="a note on a checkpoint", file=file)

@@ -94,6 +94,7 @@ class LocalStorage:
             if source.size_bytes > limit_bytes:
                 raise StorageError(
                     f"it has {source.size_bytes} bytes, and at most {limit_bytes} are expected here",
+                    errno=errno.EFBIG,
                     file=self._path(key),
                 )
             data = bytearray(source.size_bytes)
@@ -431,7 +432,7 @@ class LocalSource:
         if stat.S_ISDIR(status.st_mode):
             raise KeyMissingError("it is a folder, and holds no bytes", errno=errno.EISDIR, file=self._path)
         if not stat.S_ISREG(status.st_mode):
-            raise StorageError("it is no regular file", file=self._path)
+            raise StorageError("it is no regular file", errno=errno.ENXIO, file=self._path)
         return status.st_size
 
     def __enter__(self) -> Self:
