@@ -1,4 +1,5 @@
-"""Which process this is, and whether another one lives. Only processes of the same machine can be seen."""
+"""Which process this is, and whether another one lives. Only processes of the same machine can be seen, and of those
+only the ones that the system shows to this user: what cannot be seen is unknown, not dead."""
 
 from __future__ import annotations
 
@@ -7,13 +8,16 @@ import socket
 import time
 from functools import cache
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
 __all__ = ["Identity", "birth_of", "is_alive", "parent_of", "seconds_since_birth", "this_process"]
 
-_PARENT, _BIRTH = 1, 19
+_STATE, _PARENT, _BIRTH = 0, 1, 19
 _FIRST_LOOK = time.monotonic()
+# The number that Linux gives to the time namespace that every process is in unless it was put into another.
+_MACHINE_CLOCK = "time:[4026531834]"
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -22,28 +26,37 @@ class Identity(msgspec.Struct, frozen=True):
 
     host: str
     machine: str
-    process: int
-    birth: int | None
+    process: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+    birth: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None
 
     def __str__(self) -> str:
         return f"process {self.process} on {self.host}"
 
 
 def this_process() -> Identity:
-    # Asked anew each time: a forked child is another process.
-    return Identity(socket.gethostname(), _machine(), os.getpid(), birth_of(os.getpid()))
+    # Asked anew each time: a forked child is another process, and may be in another namespace of process numbers.
+    return Identity(socket.gethostname(), _machine(os.getpid()), os.getpid(), birth_of(os.getpid()))
 
 
 def is_alive(other: Identity) -> bool | None:
-    """Whether that process lives; None when that cannot be seen from here."""
-    if other.machine != _machine() or not other.machine:
+    """Return whether that process lives; None when that cannot be seen from here.
+
+    The boot of the machine, the namespace of process numbers and the start time must all be known to be the same
+    before a process counts as seen. `/proc` may hide processes of other users (`hidepid`).
+    """
+    if not other.machine or other.machine != _machine(os.getpid()) or other.process <= 0:
         return None
-    return birth_of(other.process) == other.birth and other.birth is not None
+    fields = _stat(other.process)
+    if not fields:
+        return _exists(other.process)
+    if fields[_STATE] in "ZX":
+        return False
+    return None if other.birth is None else int(fields[_BIRTH]) == other.birth
 
 
 def birth_of(process: int) -> int | None:
-    """When a process began, in the system's own count; None for one that is gone."""
-    fields = _stat(process)
+    """Return when a process began, in the system's own count; None for one that is gone or cannot be seen."""
+    fields = _living(process)
     return int(fields[_BIRTH]) if fields else None
 
 
@@ -63,24 +76,61 @@ def _birth_seconds(process: int) -> float | None:
 
 
 def parent_of(process: int) -> int | None:
-    fields = _stat(process)
+    fields = _living(process)
     return int(fields[_PARENT]) if fields else None
 
 
 @cache
-def _machine() -> str:
-    """This boot of this machine, and the space of process numbers in it; empty where the system does not say."""
+def _machine(process: int) -> str:
+    """Return this boot of this machine and the namespace of process numbers of this process, whose number is given;
+    empty where the system does not say."""
+    if not _proc_is_ours(process):
+        return ""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}{_clock()}"
     except OSError:
         return ""
 
 
-def _stat(process: int) -> list[str]:
-    """What the system says of a process, from its state on; nothing of one that is gone or only waits to be counted."""
+def _clock() -> str:
+    """Return the namespace of the clock that start times are counted by, where it is not the machine's own."""
     try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        clock = os.readlink("/proc/self/ns/time")
+    except OSError:  # an older kernel, which has but one
+        return ""
+    return "" if clock == _MACHINE_CLOCK else f"/{clock}"
+
+
+@cache
+def _proc_is_ours(process: int) -> bool:
+    """Return whether /proc has the numbers that this process has. That of another namespace, as a container may get it
+    from its host, shows other processes under our numbers: nobody could be recognised by it."""
+    try:
+        return os.readlink("/proc/self") == str(process)
+    except OSError:
+        return False
+
+
+def _exists(process: int) -> bool | None:
+    """Return False when the system knows no such process, None when there is one that is not shown."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return None
+    return None
+
+
+def _living(process: int) -> list[str]:
+    """Return what the system says of a process, from its state on; nothing of one that is gone or is a zombie."""
+    fields = _stat(process) if _proc_is_ours(os.getpid()) else []
+    return [] if not fields or fields[_STATE] in "ZX" else fields
+
+
+def _stat(process: int) -> list[str]:
+    try:
+        return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return []
-    return [] if fields[0] in "ZX" else fields
