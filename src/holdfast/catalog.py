@@ -27,6 +27,7 @@ from holdfast.errors import (
     KeyExistsError,
     KeyMissingError,
     SaveUncertainError,
+    StorageError,
     UnsupportedFormatError,
     UsageError,
 )

@@ -21,7 +21,7 @@ from holdfast._version import __version__
 from holdfast.background import Saved
 from holdfast.catalog import Catalog, lies_on
 from holdfast.errors import KeyMissingError, StorageError
-from holdfast.lease import Lease, claim_digest
+from holdfast.lease import Lease
 from holdfast.records import layout
 from holdfast.records.codec import Json
 from holdfast.records.facts import Facts, Listing
@@ -90,7 +90,6 @@ class Leader:
         self._line_head: str | None = None
         self._attempts: dict[int, int] | None = None
         self._lease: Lease | None = None
-        self._lease_digest = ""
         self.listing = Listing((), ())
 
     @property
@@ -103,7 +102,7 @@ class Leader:
             return SavePlan(unheard=True)
         if self._lease is not None:
             # First of all: what is committed now may be another writer's.
-            self._lease.require()
+            self.hold_run()
         folder = None if request.again else self._committed_at(request)
         if folder is not None:
             return SavePlan(folder, committed=True)
@@ -146,6 +145,7 @@ class Leader:
             tags=tuple(request.tags),
             line=tuple(request.line),
             lease=self.lease,
+            lease_token=self._lease.token if self._lease is not None else "",
             links=request.links,
             epoch=request.epoch,
             ranking=request.ranking,
@@ -166,13 +166,19 @@ class Leader:
         """Become the run's only writer, or make sure that this process still is."""
         # One thread at a time: the second of two would take the run over from the first.
         with self._holding:
+            lost = 0
             if self._lease is not None:
-                self._lease.require()
-                return
+                if not self._lease.is_lost():
+                    return
+                self._lease.abandon()
+                lost = self._lease.number
+                logger.warning(
+                    "the claim of this process on the run %s was deleted or damaged, and is made again",
+                    self._catalog.storage.url,
+                )
             # What a writer without its training is about to commit comes before us, and is not taken from it.
             wait_for_survivors(self._catalog, self._timeout_seconds / 2)
-            self._lease = Lease.acquire(self._catalog.storage, close_attempts=self._catalog.close_attempts)
-            self._lease_digest = claim_digest(self._catalog.storage, self._lease.number)
+            self._lease = Lease.acquire(self._catalog.storage, lost=lost, close_attempts=self._catalog.close_attempts)
             self.forget()
 
     def release_run(self) -> None:
@@ -212,7 +218,7 @@ class Leader:
             claim=claim,
             streamed=streamed,
             lease=self.lease,
-            lease_digest=self._lease_digest,
+            lease_token=self._lease.token if self._lease is not None else "",
         )
 
     def _name(self, step: int) -> str:

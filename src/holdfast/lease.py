@@ -8,6 +8,12 @@ The number fences: who holds it may commit only while there is no higher one. Be
 moment, so whoever takes a run over also closes every open attempt (`Catalog.close_attempts`), after its own claim: an
 attempt that was begun before finds its manifest's name taken, and one that is begun later finds the higher number.
 
+People delete `lease/` by hand. So a claim has a random token, and its holder may commit or delete only while its own
+claim, with that token, is there; and a new number is higher than any that an attempt in the run records.
+
+No record is trusted: a claim that cannot be decoded belongs to an unknown holder, who is watched for a sign of life for
+a bounded time and then followed. Numbers that no run could have reached by counting are foreign names.
+
 A deletion cannot be refused like that: there is no name to take before it. So names are not used again. Each lease has
 a floor: all names that are there once its number is claimed and the open attempts are closed lie under it, and so does
 all that lay under the floor of a lease before it. What an earlier holder may still be deleting is among them, and
@@ -28,39 +34,82 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
+from typing import Annotated
 
 import msgspec
 
-from holdfast.errors import HoldfastError, KeyExistsError, KeyMissingError, RunInUseError, StorageError
+from holdfast.errors import (
+    DamagedRecordError,
+    HoldfastError,
+    KeyExistsError,
+    KeyMissingError,
+    RunInUseError,
+    StorageError,
+)
 from holdfast.identity import Identity, is_alive, this_process
 from holdfast.records import layout
-from holdfast.records.manifest import digest_of
-from holdfast.records.wire import from_json
+from holdfast.records.attempts import MAX_LEASE_NUMBER, read_attempt
+from holdfast.records.wire import encode_record, read_record
 from holdfast.storage.base import Entry, Storage
 
 logger = logging.getLogger("holdfast")
 
-__all__ = ["DEFAULT_TIMEOUT_SECONDS", "Clock", "Heart", "Lease", "Readers", "claim_digest", "reading", "require_number"]
+__all__ = [
+    "DEFAULT_TIMEOUT_SECONDS",
+    "LONGEST_TIMEOUT_SECONDS",
+    "Claim",
+    "Clock",
+    "Heart",
+    "Lease",
+    "Readers",
+    "has_claim",
+    "read_claim",
+    "reading",
+    "require_number",
+]
 
 DEFAULT_TIMEOUT_SECONDS = 60.0
 _BEATS_PER_TIMEOUT = 6
-_LONGEST_TIMEOUT_SECONDS = 600.0
+# What a file says is not waited for beyond this.
+LONGEST_TIMEOUT_SECONDS = 120.0
 _LOOKS_PER_BEAT = 4
-_MAX_RECORD_BYTES = 1 << 16
+_SHORTEST_PAUSE_SECONDS = 0.01
+_MAX_BEAT_BYTES = 1 << 10
+# A million times more than a training can reach: a count above was not made by counting.
+_MAX_BEAT = 10**12
 _BEAT = ".beat-"
 _CLAIM = ".json"
 _RELEASED = ".released"
 _FLOOR = ".floor-"
-_NUMBER = re.compile(r"([0-9]{9,19})\.json", re.ASCII)
-_FLOOR_NAME = re.compile(r"[0-9]{9,19}\.floor-([0-9]{9,19})\.([1-9][0-9]{0,8})", re.ASCII)
+_NUMBER = re.compile(r"([0-9]{9,15})\.json", re.ASCII)
+_NUMBERED = re.compile(r"([0-9]{9,15})\.(?:json|released|beat-[0-9]+|floor-[0-9.]+)", re.ASCII)
+_COUNT = re.compile(r"[0-9]{9,13}", re.ASCII)
+_FLOOR_NAME = re.compile(r"[0-9]{9,15}\.floor-([0-9]{9,19})\.([1-9][0-9]{0,8})", re.ASCII)
 
 
-class _Claim(msgspec.Struct, frozen=True):
-    """Who holds something, and after how long a silence he does not any more."""
+class Claim(msgspec.Struct, frozen=True):
+    """Who holds something, and after how long a silence that process does not any more. `token` is different in every
+    claim: a process recognises its own by it."""
 
     holder: Identity
-    started: str
-    timeout_seconds: float
+    started: Annotated[str, msgspec.Meta(max_length=100)]
+    timeout_seconds: Annotated[float, msgspec.Meta(ge=0.0, le=86_400.0)]
+    token: Annotated[str, msgspec.Meta(max_length=100)] = ""
+
+    @classmethod
+    def of(cls, holder: Identity, timeout_seconds: float) -> Claim:
+        """Return a new claim of a process, as of now."""
+        return cls(holder, _now(), timeout_seconds, uuid.uuid4().hex)
+
+    @property
+    def patience_seconds(self) -> float:
+        """How long to wait for a sign of life, within the bounds."""
+        return min(self.timeout_seconds, LONGEST_TIMEOUT_SECONDS)
+
+
+# The holder whose claim cannot be decoded.
+_UNKNOWN = Claim(Identity("an unknown host", "", 0, None), "an unknown time", DEFAULT_TIMEOUT_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +126,9 @@ class Lease:
     `floor`: what an earlier holder may still be deleting has a name below it; only names above it are free.
     """
 
-    def __init__(self, storage: Storage, number: int, floor: layout.Floor, heart: Heart) -> None:
+    def __init__(self, storage: Storage, number: int, token: str, floor: layout.Floor, heart: Heart) -> None:
         self.number = number
+        self.token = token
         self.floor = floor
         self._storage = storage
         self._heart = heart
@@ -96,48 +146,141 @@ class Lease:
         clock: Clock | None = None,
         from_this_process: bool = True,
         close_attempts: Callable[[int], None] = lambda number: None,
+        lost: int = 0,
+        force: bool = False,
     ) -> Lease:
         """Become the writer of a run. A RunInUseError when somebody who lives is; who may have died elsewhere is
         watched for as long as his claim says. `from_this_process`: whether to take it from this very process.
-        `close_attempts` is called with the number: without it, who had the run before may still commit."""
-        claim = _Claim(identity or this_process(), _now(), timeout_seconds)
+        `close_attempts` is called with the number: without it, who had the run before may still commit. `lost` is the
+        number of a claim of this process that was damaged. `force`: take the run over without asking whether its writer
+        lives; that one cannot commit any more."""
+        claim = Claim.of(identity or this_process(), timeout_seconds)
+        tried = 0
         while True:
             entries = storage.entries(layout.LEASE)
             highest = _highest(entries)
-            if highest:
+            if highest and highest != lost and not force:
                 _require_free(storage, highest, entries, claim, clock or Clock(), from_this_process)
+            number = _next_number(storage, max(highest, tried))
             try:
-                storage.put(_key(layout.LEASE, _name(highest + 1), _CLAIM), msgspec.json.encode(claim) + b"\n")
+                storage.put(_key(layout.LEASE, _name(number), _CLAIM), encode_record(claim))
             except KeyExistsError:
-                continue  # somebody was faster; look again who it is
-            heart = Heart.of_lease(storage, highest + 1, timeout_seconds)
-            try:
-                storage.sync(layout.LEASE)
-                claims = storage.entries(layout.LEASE)
-                if _highest(claims) != highest + 1:
-                    continue  # others came, and went, since this one looked
-                heart.start()
-                close_attempts(highest + 1)
-                floor = _lay_floor(storage, highest + 1, claims)
-                _forget_older(storage, highest, entries)
-            except BaseException:
-                # Nobody would ever release it, and nobody else could have it while this process lives.
-                heart.stop()
-                _release(storage, highest + 1)
-                raise
-            return cls(storage, highest + 1, floor, heart)
+                # Somebody was faster: look again who it is. What is taken and not listed is no file; go past it.
+                tried = number
+                continue
+            lease = cls._established(storage, number, claim, highest, entries, close_attempts)
+            if lease is not None:
+                return lease
+
+    @classmethod
+    def _established(
+        cls,
+        storage: Storage,
+        number: int,
+        claim: Claim,
+        highest: int,
+        entries: Sequence[Entry],
+        close_attempts: Callable[[int], None],
+    ) -> Lease | None:
+        """Return the lease of a claim that was just laid down, None when others came, and went, in between."""
+        heart = Heart.of_lease(storage, number, claim.timeout_seconds, token=claim.token)
+        try:
+            storage.sync(layout.LEASE)
+            claims = storage.entries(layout.LEASE)
+            if _highest(claims) != number:
+                return None
+            heart.start()
+            close_attempts(number)
+            floor = _lay_floor(storage, number, claims)
+            _forget_older(storage, highest, entries)
+        except BaseException:
+            # Nobody would ever release it, and nobody else could have it while this process lives.
+            heart.stop()
+            _release(storage, number)
+            raise
+        return cls(storage, number, claim.token, floor, heart)
 
     def require(self) -> None:
-        """Raise if somebody else has become the writer."""
-        require_number(self._storage, self.number)
+        """Raise if this process is not the writer any more: another one is, or the claim is gone."""
+        require_number(self._storage, self.number, self.token)
+
+    def is_lost(self) -> bool:
+        """Return True when the claim was deleted or damaged and nobody else has written to the run since: then the run
+        is free for this process to acquire again. Raise if another process has become the writer."""
+        highest = _highest(self._storage.entries(layout.LEASE))
+        if highest > self.number:
+            raise _taken_over(self._storage, highest)
+        try:
+            claim = read_claim(self._storage, self.number)
+        except DamagedRecordError:
+            claim = None
+        if claim is not None and claim.token == self.token:
+            return False
+        if claim is not None:
+            raise _taken_over(self._storage, self.number)
+        recorded = _recorded_number(self._storage)
+        if recorded > self.number:
+            raise _taken_over(self._storage, recorded)
+        return True
+
+    def abandon(self) -> None:
+        """Stop the heartbeat and release nothing: the claim is lost."""
+        self._heart.stop()
+        self._held = False
 
     def release(self) -> None:
-        """Let the next one have it at once. Idempotent; a forked child releases nothing."""
+        """Let the next one have it at once. Idempotent; a forked child releases nothing, and neither does a process
+        whose claim is not there any more: what has that number now may be the claim of another."""
         self._heart.stop()
         if not self._held or self._owner != os.getpid():
             return
         self._held = False
-        _release(self._storage, self.number)
+        if _is_own(self._storage, self.number, self.token):
+            _release(self._storage, self.number)
+
+
+def _next_number(storage: Storage, highest: int) -> int:
+    """Return a number above all that are listed, and above all that the attempts in the run record: `lease/` may have
+    been deleted by hand while its holder lives."""
+    number = max(highest, _recorded_number(storage)) + 1
+    if number > MAX_LEASE_NUMBER:
+        raise StorageError(
+            f"a claim has the highest number that there is, {MAX_LEASE_NUMBER}",
+            run=storage.url,
+            file=layout.LEASE,
+            advice="no writer made it; `holdfast doctor RUN --fix` removes it",
+        )
+    return number
+
+
+def _recorded_number(storage: Storage) -> int:
+    """Return the highest number under which anything in this run was begun. A record that cannot be read counts as
+    none: its attempt is closed like that of any earlier writer."""
+    highest = 0
+    for entry in storage.entries(""):
+        if not entry.is_folder or layout.parse_folder(entry.name) is None:
+            continue
+        key = layout.key(entry.name, layout.ATTEMPT)
+        with contextlib.suppress(HoldfastError):
+            highest = max(highest, read_attempt(partial(storage.read, key), key).lease)
+    return highest
+
+
+def has_claim(storage: Storage, number: int, token: str) -> bool:
+    """Return whether the claim with this number and token can be seen in this storage."""
+    try:
+        claim = read_claim(storage, number)
+    except DamagedRecordError:
+        return False
+    return claim is not None and claim.token == token
+
+
+def _is_own(storage: Storage, number: int, token: str) -> bool:
+    try:
+        claim = read_claim(storage, number)
+    except HoldfastError:
+        return False
+    return claim is not None and claim.token == token
 
 
 def _lay_floor(storage: Storage, number: int, claims: Sequence[Entry]) -> layout.Floor:
@@ -167,38 +310,54 @@ def _release(storage: Storage, number: int) -> None:
         logger.warning("the run could not be released; the next writer will see by itself: %s", error)
 
 
-def require_number(storage: Storage, number: int) -> None:
-    """Raise if there is a writer with a higher number than this one: whoever has this one may not commit any more."""
+def require_number(storage: Storage, number: int, token: str = "") -> None:
+    """Raise if whoever has this number may not commit any more: there is a higher one, or the claim with this number
+    and `token` is not there. 0 is the number of a writer without a claim; an empty token is that of any claim."""
     highest = _highest(storage.entries(layout.LEASE))
-    if highest <= number:
+    if highest > number:
+        raise _taken_over(storage, highest)
+    if number == 0:
         return
-    holder = _read_claim(storage, highest)
-    raise RunInUseError(
-        f"{holder.holder if holder else 'another process'} has taken this run over",
-        host=holder.holder.host if holder else "",
-        process=holder.holder.process if holder else None,
+    try:
+        claim = read_claim(storage, number)
+    except DamagedRecordError as error:
+        raise _lost(storage, f"damaged: {error}") from None
+    if claim is None:
+        raise _lost(storage, "deleted")
+    if token and claim.token != token:
+        raise _taken_over(storage, number)
+
+
+def _taken_over(storage: Storage, number: int) -> RunInUseError:
+    claim = _claim_or_unknown(storage, number)
+    known = claim is not None and claim is not _UNKNOWN
+    return RunInUseError(
+        f"{claim.holder if claim is not None and known else 'another process'} has taken this run over",
+        host=claim.holder.host if claim is not None and known else "",
+        process=claim.holder.process if claim is not None and known else None,
         run=storage.url,
         advice="this process may not save to it any more; nothing that was committed is lost",
     )
 
 
-def claim_digest(storage: Storage, number: int) -> str:
-    """Return the digest of the claim with this number, which no other run has; empty when there is no such claim."""
-    try:
-        return digest_of(storage.read(_key(layout.LEASE, _name(number), _CLAIM), _MAX_RECORD_BYTES))
-    except KeyMissingError:
-        return ""
+def _lost(storage: Storage, how: str) -> RunInUseError:
+    return RunInUseError(
+        f"the claim by which this process writes to the run was {how}",
+        run=storage.url,
+        advice="this save was not committed; nothing that was committed is lost; the next save claims the run again if "
+        "no other process has",
+    )
 
 
 def _require_free(
-    storage: Storage, number: int, entries: Sequence[Entry], mine: _Claim, clock: Clock, from_this_process: bool
+    storage: Storage, number: int, entries: Sequence[Entry], mine: Claim, clock: Clock, from_this_process: bool
 ) -> None:
     """Return when the holder of a number does not hold it any more; raise when he does, or when somebody else took it
     over while this one watched."""
     names = {entry.name for entry in entries}
     if f"{_name(number)}{_RELEASED}" in names:
         return
-    claim = _read_claim(storage, number)
+    claim = _claim_or_unknown(storage, number)
     if claim is None:
         return
     if claim.holder == mine.holder and from_this_process:
@@ -213,19 +372,19 @@ def _require_free(
     if alive:
         raise _in_use(storage, number, claim)
     highest = _highest(storage.entries(layout.LEASE))
-    faster = _read_claim(storage, highest) if highest != number else None
+    faster = _claim_or_unknown(storage, highest) if highest != number else None
     if faster is not None and not (faster.holder == mine.holder and from_this_process):
         raise _in_use(storage, highest, faster)
 
 
-def _beats(storage: Storage, number: int, claim: _Claim, clock: Clock) -> bool:
+def _beats(storage: Storage, number: int, claim: Claim, clock: Clock) -> bool:
     """Whether a holder on another machine gives a sign within the time that his claim states."""
-    # What a file says is not waited for beyond reason.
-    patience = min(max(claim.timeout_seconds, 0.0), _LONGEST_TIMEOUT_SECONDS)
-    pause = patience / _BEATS_PER_TIMEOUT / _LOOKS_PER_BEAT
+    patience = claim.patience_seconds
+    pause = max(patience / _BEATS_PER_TIMEOUT / _LOOKS_PER_BEAT, _SHORTEST_PAUSE_SECONDS)
     first = _last_beat(storage.entries(layout.LEASE), _name(number))
     deadline = clock.now() + patience
-    logger.warning("%s held the run %s; waiting up to %g s for a sign of it", claim.holder, storage.url, patience)
+    who = "an unknown process" if claim is _UNKNOWN else claim.holder
+    logger.warning("%s held the run %s; waiting up to %g s for a sign of it", who, storage.url, patience)
     while clock.now() < deadline:
         clock.sleep(pause)
         entries = storage.entries(layout.LEASE)
@@ -238,8 +397,17 @@ def _beats(storage: Storage, number: int, claim: _Claim, clock: Clock) -> bool:
     return False
 
 
-def _in_use(storage: Storage, number: int, claim: _Claim) -> RunInUseError:
+def _in_use(storage: Storage, number: int, claim: Claim) -> RunInUseError:
     age = _age_seconds(storage, number, claim)
+    if claim is _UNKNOWN:
+        return RunInUseError(
+            f"a process whose claim {_key(layout.LEASE, _name(number), _CLAIM)} is damaged writes to this run; it was "
+            f"heard of {age:.0f} s ago",
+            age_seconds=age,
+            run=storage.url,
+            advice="end that training first, or give this one a run of its own; `holdfast unlock RUN --force` takes "
+            "the run from it",
+        )
     return RunInUseError(
         f"{claim.holder} writes to this run; it began at {claim.started} and was heard of {age:.0f} s ago",
         host=claim.holder.host,
@@ -250,15 +418,17 @@ def _in_use(storage: Storage, number: int, claim: _Claim) -> RunInUseError:
     )
 
 
-def _age_seconds(storage: Storage, number: int, claim: _Claim) -> float:
+def _age_seconds(storage: Storage, number: int, claim: Claim) -> float:
     beat = _last_beat(storage.entries(layout.LEASE), _name(number))
     said = claim.started
     if beat:
         with contextlib.suppress(StorageError):
-            said = storage.read(_beat_key(layout.LEASE, _name(number), beat), _MAX_RECORD_BYTES).decode().strip()
+            data = storage.read(_beat_key(layout.LEASE, _name(number), beat), _MAX_BEAT_BYTES)
+            said = data.decode("utf-8", "replace").strip()
     try:
+        # A time without a zone, as no writer of ours states it, is no time that can be compared.
         return max((datetime.now(UTC) - datetime.fromisoformat(said)).total_seconds(), 0.0)
-    except ValueError:
+    except (ValueError, TypeError, OverflowError):
         return 0.0
 
 
@@ -266,8 +436,8 @@ def _forget_older(storage: Storage, highest: int, entries: Sequence[Entry]) -> N
     """Remove what the holders before the last left behind. The last one's claim stays, so that he finds out; the new
     one's floor is as high as theirs."""
     for entry in entries:
-        number = entry.name.partition(".")[0]
-        if number.isdigit() and (int(number) < highest or _BEAT in entry.name or _FLOOR in entry.name):
+        match = _NUMBERED.fullmatch(entry.name)
+        if match and (int(match[1]) < highest or _BEAT in entry.name or _FLOOR in entry.name):
             with contextlib.suppress(StorageError):
                 storage.delete(f"{layout.LEASE}/{entry.name}")
 
@@ -276,6 +446,7 @@ class Heart:
     """Adds a beat to a claim every so often, in a thread, until it is stopped or the claim is gone or overtaken.
 
     `only_if`: beats only while this is so; for a writer process, which speaks for its trainer when that is gone.
+    `token`: only for the claim that has it.
     """
 
     def __init__(
@@ -285,12 +456,14 @@ class Heart:
         name: str,
         interval_seconds: float,
         only_if: Callable[[], bool] = lambda: True,
+        token: str = "",
     ) -> None:
         self._storage = storage
         self._folder = folder
         self._claim_name = name
         self._interval_seconds = interval_seconds
         self._only_if = only_if
+        self._token = token
         self._stopped = threading.Event()
         self._warned = False
 
@@ -302,8 +475,9 @@ class Heart:
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         *,
         only_if: Callable[[], bool] = lambda: True,
+        token: str = "",
     ) -> Heart:
-        return cls(storage, layout.LEASE, _name(number), timeout_seconds / _BEATS_PER_TIMEOUT, only_if)
+        return cls(storage, layout.LEASE, _name(number), timeout_seconds / _BEATS_PER_TIMEOUT, only_if, token)
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="holdfast-lease", daemon=True).start()
@@ -318,6 +492,8 @@ class Heart:
             return False
         if self._folder == layout.LEASE and _highest(entries) > int(self._claim_name):
             return False
+        if self._token and self._is_of_another():
+            return False
         last = _last_beat(entries, self._claim_name)
         try:
             self._storage.put(_beat_key(self._folder, self._claim_name, last + 1), _now().encode() + b"\n")
@@ -327,12 +503,21 @@ class Heart:
             self._storage.delete(_beat_key(self._folder, self._claim_name, last))
         return True
 
+    def _is_of_another(self) -> bool:
+        """Return whether the claim was deleted by hand and its number taken by another process: a sign for that one
+        would be a lie. A claim that cannot be read may be ours."""
+        try:
+            claim = read_claim(self._storage, int(self._claim_name))
+        except HoldfastError:
+            return False
+        return claim is None or claim.token != self._token
+
     def _run(self) -> None:
         while not self._stopped.wait(self._interval_seconds):
             try:
                 if self._only_if() and not self.beat():
                     return
-            except HoldfastError as error:
+            except Exception as error:  # nobody else would see that this thread has ended
                 if not self._warned:
                     self._warned = True
                     logger.warning("no sign of life could be left with the run: %s", error)
@@ -346,9 +531,9 @@ def reading(storage: Storage, folder: str) -> Iterator[None]:
     """Say that a checkpoint is being read, so that nobody removes its bytes meanwhile. Look at its manifest only after
     this: a checkpoint that was given up before is not there then. Where nothing can be written nothing is said."""
     name = f"{folder}--{uuid.uuid4().hex[:12]}"
-    claim = _Claim(this_process(), _now(), DEFAULT_TIMEOUT_SECONDS)
+    claim = Claim.of(this_process(), DEFAULT_TIMEOUT_SECONDS)
     try:
-        storage.put(_key(layout.READERS, name, _CLAIM), msgspec.json.encode(claim) + b"\n")
+        storage.put(_key(layout.READERS, name, _CLAIM), encode_record(claim))
     except StorageError as error:
         logger.debug("%s is read without saying so: %s", folder, error)
         yield
@@ -388,11 +573,11 @@ class Readers:
 
     def _lives(self, name: str, beat: int) -> bool:
         try:
-            claim = from_json(self.storage.read(_key(layout.READERS, name, _CLAIM), _MAX_RECORD_BYTES), _Claim)
-        except KeyMissingError:
+            claim = _read_claim(self.storage, layout.READERS, name)
+        except HoldfastError:
+            claim = _UNKNOWN  # watched, as one on another machine is
+        if claim is None:
             return False
-        except (StorageError, msgspec.MsgspecError):
-            return True
         alive = is_alive(claim.holder)
         if alive is not None:
             return alive
@@ -400,7 +585,7 @@ class Readers:
         if beat != last:
             self._seen[name] = (beat, self.clock.now())
             return True
-        return self.clock.now() - since < claim.timeout_seconds
+        return self.clock.now() - since < claim.patience_seconds
 
 
 def _forget_reader(storage: Storage, name: str) -> None:
@@ -433,18 +618,31 @@ def _highest(entries: Sequence[Entry]) -> int:
 def _last_beat(entries: Sequence[Entry], name: str) -> int:
     front = f"{name}{_BEAT}"
     beats = (entry.name.removeprefix(front) for entry in entries if entry.name.startswith(front))
-    return max((int(beat) for beat in beats if beat.isdigit()), default=0)
+    counts = (int(beat) for beat in beats if _COUNT.fullmatch(beat))
+    return max((count for count in counts if count < _MAX_BEAT), default=0)
 
 
-def _read_claim(storage: Storage, number: int) -> _Claim | None:
-    """The claim with that number; None when it is gone."""
+def read_claim(storage: Storage, number: int) -> Claim | None:
+    """Return the claim with that number, None when it is gone; a `DamagedRecordError` for one that is no claim."""
+    return _read_claim(storage, layout.LEASE, _name(number))
+
+
+def _read_claim(storage: Storage, folder: str, name: str) -> Claim | None:
+    key = _key(folder, name, _CLAIM)
     try:
-        data = storage.read(_key(layout.LEASE, _name(number), _CLAIM), _MAX_RECORD_BYTES)
-        return from_json(data, _Claim)
+        return read_record(partial(storage.read, key), Claim, what="a claim", file=key)
     except KeyMissingError:
         return None
-    except msgspec.MsgspecError as error:
-        raise StorageError(f"it is no claim: {error}", file=_key(layout.LEASE, _name(number), _CLAIM)) from None
+
+
+def _claim_or_unknown(storage: Storage, number: int) -> Claim | None:
+    """Return the claim with that number, None when it is gone, `_UNKNOWN` when it cannot be read: its holder may live,
+    and is watched for a sign of that."""
+    try:
+        return read_claim(storage, number)
+    except HoldfastError as error:
+        logger.warning("the claim with number %d of the run %s cannot be read: %s", number, storage.url, error)
+        return _UNKNOWN
 
 
 def _now() -> str:

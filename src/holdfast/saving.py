@@ -39,7 +39,7 @@ from holdfast.background import (
 from holdfast.catalog import Catalog, Checkpoint, lengthened, line_after
 from holdfast.errors import HoldfastError, KeyMissingError, StorageError, UsageError
 from holdfast.leading import Leader, SaveRequest
-from holdfast.lease import claim_digest
+from holdfast.lease import has_claim
 from holdfast.memory import collector_paused
 from holdfast.naming import unwrap
 from holdfast.progress import Progress
@@ -357,7 +357,7 @@ class Saver:
         self._shared_lease = decided.lease
 
     def _see_run(self, decided: SavePlan) -> None:
-        if claim_digest(self._catalog.storage, decided.lease) != decided.lease_digest:
+        if not has_claim(self._catalog.storage, decided.lease, decided.lease_token):
             raise UsageError(
                 f"rank {self._ranks.rank} does not see the lease of the run that rank 0 has just taken",
                 run=self._catalog.storage.url,

@@ -434,7 +434,7 @@ def test_without_the_sync_of_the_folder_a_power_cut_is_noticed(method: str, monk
 
 @pytest.mark.guarantee("G13")
 def test_a_commit_that_does_not_look_at_the_number_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commit, "require_number", lambda storage, number: None)
+    monkeypatch.setattr(commit, "require_number", lambda storage, number, token: None)
     noticed_in(SCENES["somebody takes over in the middle of a save"], "G13")
 
 

@@ -20,11 +20,20 @@ import torch
 
 from holdfast.blocks import prune
 from holdfast.catalog import Catalog
-from holdfast.errors import KeyExistsError, RunInUseError, StorageError
+from holdfast.errors import DamagedRecordError, KeyExistsError, RunInUseError, StorageError
 from holdfast.housekeeping import Housekeeper
 from holdfast.identity import Identity, birth_of, is_alive, this_process
 from holdfast.leading import SaveRequest
-from holdfast.lease import Clock, Heart, Lease, Readers, reading, require_number
+from holdfast.lease import (
+    LONGEST_TIMEOUT_SECONDS,
+    Clock,
+    Heart,
+    Lease,
+    Readers,
+    read_claim,
+    reading,
+    require_number,
+)
 from holdfast.policies import KeepLast
 from holdfast.ranks import Alone
 from holdfast.records.layout import Floor
@@ -270,11 +279,180 @@ def test_what_earlier_holders_left_does_not_pile_up(storage: Any) -> None:
     assert len(names(storage)) <= 4
 
 
-def test_a_claim_that_is_no_claim_is_an_error_and_nobody_becomes_the_writer(storage: Any) -> None:
+@pytest.mark.guarantee("G13")
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"what is this",
+        b"",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"holder":' * 200,
+        b"{}",
+        b'{"holder":1,"started":2,"timeout_seconds":3}',
+        b'{"holder":{"host":"h","machine":"m","process":12345678901234567890,"birth":1},"started":"","timeout_seconds":1}',
+        b'{"holder":{"host":"h","machine":"m","process":1,"birth":1},"started":"","timeout_seconds":1e300}',
+        b'{"holder":{"host":"h","machine":"m","process":1,"birth":1},"started":"","timeout_seconds":-1}',
+    ],
+    ids=range(10),
+)
+def test_a_claim_that_cannot_be_decoded_is_watched_for_a_bounded_time_and_then_followed(
+    storage: Any, content: bytes
+) -> None:
+    storage.put("lease/000000001.json", content)
+    time = Time()
+    assert acquire(storage, time=time).number == 2
+    assert 60.0 <= time.now < 70.0
+
+
+@pytest.mark.guarantee("G13")
+def test_a_holder_whose_claim_is_damaged_keeps_the_run_while_it_gives_signs(storage: Any) -> None:
     storage.put("lease/000000001.json", b"what is this")
-    with pytest.raises(StorageError, match="it is no claim"):
+    time = Time(lambda now: Heart.of_lease(storage, 1).beat() and None)
+    with pytest.raises(RunInUseError, match=r"whose claim lease/000000001\.json is damaged"):
+        acquire(storage, time=time)
+    assert time.now < 60.0
+
+
+@pytest.mark.guarantee("G13")
+def test_every_flipped_bit_of_a_claim_is_found() -> None:
+    storage = MemoryStorage()
+    acquire(storage, NEIGHBOUR)
+    sound = storage.read("lease/000000001.json", 1 << 16)
+    wanted = read_claim(storage, 1)
+    for place in range(len(sound) * 8):
+        damaged = bytearray(sound)
+        damaged[place // 8] ^= 1 << place % 8
+        storage.delete("lease/000000001.json")
+        storage.put("lease/000000001.json", bytes(damaged))
+        with suppress(DamagedRecordError):
+            assert read_claim(storage, 1) == wanted, f"bit {place} changed what the claim says"
+
+
+@pytest.mark.guarantee("G13")
+@pytest.mark.parametrize("stated", [3600.0, 86_400.0])
+def test_no_claim_can_make_another_process_wait_for_longer_than_two_minutes(storage: Any, stated: float) -> None:
+    acquire(storage, far(), timeout_seconds=stated)
+    time = Time()
+    assert acquire(storage, time=time).number == 2
+    assert time.now <= LONGEST_TIMEOUT_SECONDS + 10.0 <= 130.0
+
+
+@pytest.mark.guarantee("G13")
+@pytest.mark.parametrize("digits", [16, 19, 20, 40])
+def test_a_number_that_nobody_counted_to_is_a_foreign_name_and_no_endless_loop(storage: Any, digits: int) -> None:
+    storage.put(f"lease/{'9' * digits}.json", b"{}")
+    assert acquire(storage).number == 1
+    assert acquire(storage).number == 2
+
+
+def test_the_highest_number_of_all_is_an_error_that_names_the_command(storage: Any) -> None:
+    storage.put(f"lease/{'9' * 15}.json", b"{}")
+    with pytest.raises(StorageError, match="holdfast doctor RUN --fix"):
         acquire(storage)
-    assert names(storage) == ["000000001.json"]
+
+
+def test_what_takes_the_place_of_a_claim_and_is_no_file_is_passed_by(tmp_path: Path) -> None:
+    (tmp_path / "lease").mkdir()
+    (tmp_path / "lease" / "000000001.json").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "lease" / "000000002.json")
+    assert acquire(LocalStorage(tmp_path)).number == 3
+
+
+@pytest.mark.parametrize("name", ["²", "9" * 13, "9" * 200, "-1", "x"])
+def test_a_beat_that_is_no_count_neither_stops_anybody_nor_hides_a_sign(storage: Any, name: str) -> None:
+    lease = acquire(storage, far())
+    storage.put(f"lease/000000001.beat-{name}", b"\xff")
+    time = Time(lambda now: lease._heart.beat() and None)
+    with pytest.raises(RunInUseError, match="far-1"):
+        acquire(storage, time=time)
+
+
+@pytest.mark.parametrize("said", [b"\xff\xfe", b"", b"2026-01-01T00:00:00", b"9999-12-31T23:59:59+00:00", b"soon"])
+def test_a_beat_that_states_no_time_is_a_sign_all_the_same(storage: Any, said: bytes) -> None:
+    acquire(storage, NEIGHBOUR)
+    storage.put("lease/000000001.beat-000000001", said)
+    with pytest.raises(RunInUseError, match="heard of 0 s ago"):
+        acquire(storage)
+
+
+# A claim that was deleted by hand
+
+
+def empty(storage: Any, folder: str = "lease") -> None:
+    for name in names(storage, folder):
+        storage.delete(f"{folder}/{name}")
+
+
+@pytest.mark.guarantee("G13")
+def test_a_number_is_never_given_again_after_the_claims_were_deleted(storage: Any) -> None:
+    saver = Saver(Catalog(storage), Alone(), mode="sync")
+    save(saver, 1)
+    numbers = [acquire(storage).number for _ in range(3)]
+    Catalog(storage).claim(2, 1, lease=numbers[-1])
+    empty(storage)
+    assert acquire(storage).number == numbers[-1] + 1
+
+
+@pytest.mark.guarantee("G13")
+def test_whose_claim_was_deleted_may_not_commit_any_more_even_if_the_numbers_begin_again(storage: Any) -> None:
+    first = acquire(storage, GONE)
+    empty(storage)
+    with pytest.raises(RunInUseError, match="was deleted"):
+        first.require()
+    second = acquire(storage, NEIGHBOUR)
+    assert second.number == first.number
+    with pytest.raises(RunInUseError, match="has taken this run over"):
+        first.require()
+    with pytest.raises(RunInUseError, match="has taken this run over"):
+        first.is_lost()
+    assert first._heart.beat() is False, "a sign of life for the claim of another"
+    first.release()
+    second.require()
+    assert not any("released" in name for name in names(storage))
+
+
+@pytest.mark.guarantee("G13")
+@pytest.mark.parametrize("harm", ["deleted", "damaged"])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_only_writer_claims_its_run_again_and_saves_on(storage: Any, harm: str, mode: Any, caplog: Any) -> None:
+    saver = Saver(Catalog(storage), Alone(), mode=mode)
+    save(saver, 1)
+    empty(storage)
+    if harm == "damaged":
+        storage.put("lease/000000001.json", b"{")
+    with caplog.at_level(logging.WARNING, logger="holdfast"):
+        save(saver, 2)
+    assert "was deleted or damaged, and is made again" in caplog.text
+    assert (steps(storage), saver.lease) == ([2, 1], 2)
+    saver.close()
+    assert acquire(storage).number == 3
+
+
+@pytest.mark.guarantee("G13")
+@pytest.mark.parametrize("harm", ["deleted", "damaged"])
+def test_a_claim_that_goes_while_a_save_is_under_way_stops_its_commit_and_not_the_next_save(harm: str) -> None:
+    whole = Meeting(MemoryStorage())
+    saver = Saver(Catalog(whole), Alone(), mode="sync")
+    save(saver, 1)
+    first = len(whole.operations) + 1
+    save(saver, 2)
+    commit = whole.operations.index("put step-000000002/manifest.json") + 1
+    for number in range(first, len(whole.operations) + 1):
+        inner = MemoryStorage()
+
+        def harm_it(inner: Any = inner) -> None:
+            empty(inner)
+            if harm == "damaged":
+                inner.put("lease/000000001.json", b"{")
+
+        saver = Saver(Catalog(Meeting(inner, number, harm_it)), Alone(), mode="sync")
+        save(saver, 1)
+        with suppress(RunInUseError):
+            save(saver, 2)
+        assert 2 in steps(inner) or number <= commit, whole.operations[number - 1]
+        save(saver, 3)
+        assert steps(inner)[0] == 3, whole.operations[number - 1]
 
 
 @pytest.mark.parametrize("name", ["1.json", "000000001.txt", "00000000a.json", "-00000001.json", "latest.json"])

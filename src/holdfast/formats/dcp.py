@@ -123,6 +123,7 @@ class _Attempt:
     loose: str
     line: tuple[tuple[int, int], ...]
     lease: int
+    lease_token: str
 
 
 class HoldfastWriter(StorageWriter):  # type: ignore[misc]
@@ -218,7 +219,7 @@ class HoldfastWriter(StorageWriter):  # type: ignore[misc]
         self._lease = Lease.acquire(self._catalog.storage, close_attempts=self._catalog.close_attempts)
         first = self._lease.floor.first_attempt(step)
         folder, _ = self._catalog.claim(step, size, lease=self._lease.number, first=first)
-        return _Attempt(folder, step, parent, loose, line_after(line), self._lease.number)
+        return _Attempt(folder, step, parent, loose, line_after(line), self._lease.number, self._lease.token)
 
 
 def _refuse_cached(plan: SavePlan) -> None:
@@ -425,6 +426,7 @@ def _facts(attempt: _Attempt, note: Mapping[str, Any]) -> Facts:
         versions={"holdfast": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
         line=attempt.line,
         lease=attempt.lease,
+        lease_token=attempt.lease_token,
     )
 
 

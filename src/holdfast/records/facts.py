@@ -15,7 +15,8 @@ STATE_DICT_NOTE = "dcp"
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """What a manifest says besides its files. The sequence number is the commit's to give. `lease` is the number under
-    which this process writes; nothing is committed under one that has been taken over. `links`: move `latest`."""
+    which this process writes, and `lease_token` tells its claim from another's; nothing is committed under one that has
+    been taken over. `links`: move `latest`."""
 
     step: int
     folder: str
@@ -30,6 +31,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
     line: tuple[tuple[int, int], ...] = ()
     lease: int = 0
+    lease_token: str = ""
     links: bool = True
     epoch: int | None = None
     ranking: Ranking = ()

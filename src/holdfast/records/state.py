@@ -107,7 +107,7 @@ class SavePlan(msgspec.Struct, frozen=True, array_like=True):
     When the step is `committed` already there is nothing to write. `number` is that of the plan to follow; without
     `duties` it is the one that every rank has, and with neither the leader wants to see the inventories. `streamed`:
     there is no room to stage, so the save is written from the tensors' own memory. `unheard`: raise what failed before.
-    `lease` is the number under which the leader writes, `lease_digest` that of its claim, which no other run has.
+    `lease` is the number under which the leader writes, `lease_token` the token of its claim, which no other run has.
     """
 
     folder: str = ""
@@ -118,7 +118,7 @@ class SavePlan(msgspec.Struct, frozen=True, array_like=True):
     streamed: bool = False
     unheard: bool = False
     lease: int = 0
-    lease_digest: str = ""
+    lease_token: str = ""
 
 
 class Receipt(msgspec.Struct, frozen=True, array_like=True):

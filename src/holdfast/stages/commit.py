@@ -51,10 +51,10 @@ def commit(
         epoch=facts.epoch,
         ranking=facts.ranking,
     )
-    require_number(catalog.storage, facts.lease)
+    require_number(catalog.storage, facts.lease, facts.lease_token)
     try:
         return catalog.add(manifest, same_tensors=same_tensors)
     except KeyExistsError:
         # Whoever took the run over in between has given this attempt up.
-        require_number(catalog.storage, facts.lease)
+        require_number(catalog.storage, facts.lease, facts.lease_token)
         raise

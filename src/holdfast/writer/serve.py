@@ -14,11 +14,15 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-import msgspec
-
 from holdfast.arena import Arena
 from holdfast.catalog import Catalog
-from holdfast.errors import HoldfastError, KeyExistsError, SaveFailedError, error_record
+from holdfast.errors import (
+    DamagedRecordError,
+    HoldfastError,
+    KeyExistsError,
+    SaveFailedError,
+    error_record,
+)
 from holdfast.lease import Heart
 from holdfast.records import layout
 from holdfast.records.images import (
@@ -38,7 +42,7 @@ from holdfast.records.images import (
     Written,
 )
 from holdfast.records.state import Receipt
-from holdfast.records.wire import from_json
+from holdfast.records.wire import encode_record, read_record
 from holdfast.stages.commit import commit
 from holdfast.stages.drain import drain
 from holdfast.storage.base import Storage
@@ -174,7 +178,8 @@ class _Writer:
         """The number that the leader writes under. If it is gone, this process says for it that the run is in use."""
         number = job.facts.lease if job.facts is not None else 0
         if number and self._heart is None:
-            self._heart = Heart.of_lease(self._catalog(job).storage, number, only_if=self._gone)
+            token = job.facts.lease_token if job.facts is not None else ""
+            self._heart = Heart.of_lease(self._catalog(job).storage, number, only_if=self._gone, token=token)
             self._heart.start()
         return number
 
@@ -192,7 +197,7 @@ class _Writer:
         name = layout.receipt_file(job.rank)
         self._sealed = True
         self._created.append(name)
-        storage.put(layout.key(job.folder, name), msgspec.json.encode(SignedReceipt(job.token, self._receipt)) + b"\n")
+        storage.put(layout.key(job.folder, name), encode_record(SignedReceipt(job.token, self._receipt)))
         storage.sync(job.folder)
 
     def _commit(self, job: Job, *, waits: bool = True) -> Committed:
@@ -268,11 +273,13 @@ class _Writer:
 
 
 def _read_receipt(storage: Storage, job: Job, name: str) -> Receipt:
-    data = storage.read(layout.key(job.folder, name), _MAX_RECEIPT_BYTES)
+    key = layout.key(job.folder, name)
     try:
-        signed = from_json(data, SignedReceipt)
-    except msgspec.MsgspecError as error:
-        raise SaveFailedError(f"{name} is no receipt: {error}", run=job.run) from None
+        signed = read_record(
+            partial(storage.read, key), SignedReceipt, what="a receipt", file=key, limit_bytes=_MAX_RECEIPT_BYTES
+        )
+    except DamagedRecordError as error:
+        raise SaveFailedError(error.problem, run=job.run, file=key) from None
     if signed.token != job.token:
         raise SaveFailedError(f"{name} is of another save that took the same folder", run=job.run)
     return signed.receipt
