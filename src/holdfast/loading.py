@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,7 +19,7 @@ import torch
 from blake3 import blake3
 
 from holdfast.catalog import Catalog, Checkpoint, Skipped
-from holdfast.components import PerRank
+from holdfast.components import PerRank, RNGState
 from holdfast.errors import (
     CorruptCheckpointError,
     GuardMismatchError,
@@ -30,7 +30,7 @@ from holdfast.errors import (
 )
 from holdfast.lease import reading
 from holdfast.memory import collector_paused
-from holdfast.naming import kind_of
+from holdfast.naming import holds_state, kind_of, unwrap
 from holdfast.progress import Progress
 from holdfast.ranks import Ranks, on_leader, together
 from holdfast.records.codec import Json, plain, typed
@@ -54,6 +54,7 @@ logger = logging.getLogger("holdfast")
 Verify = Literal["full", "quick", "off"]
 _MAX_VALUES_BYTES = 4 << 30
 _SHOWN_CHARACTERS = 80
+_SHOWN_NAMES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +67,13 @@ class LoadRequest:
     guards: Mapping[str, Json] = field(default_factory=dict)
     pipeline_stage: int | None = None
     verify: Verify = "full"
+    unwanted: Set[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What was restored, from where, and what was not. `phases` are the seconds of each part, by name."""
+    """What was restored, from where, and what was not. `phases` are the seconds of each part, by name. `unclaimed` are
+    the components of the checkpoint that no rank holds and that the strategy does not leave out."""
 
     checkpoint: Checkpoint
     restored: tuple[str, ...]
@@ -79,6 +82,7 @@ class Loaded:
     passed_over: tuple[Skipped, ...]
     damaged: Mapping[Checkpoint, str] = field(default_factory=dict)
     phases: Mapping[str, float] = field(default_factory=dict)
+    unclaimed: tuple[str, ...] = ()
 
 
 class _Clock:
@@ -104,6 +108,17 @@ class _Choice(msgspec.Struct, frozen=True, array_like=True):
     passed_over: tuple[tuple[str, str], ...]
 
 
+class _Share(msgspec.Struct, frozen=True, array_like=True):
+    """How much of one component is restored on one rank. `restored`: the checkpoint has it, and it is not skipped."""
+
+    component: str
+    kind: str
+    restored: bool
+    held: int = 0
+    stored: int = 0
+    common: int = 0
+
+
 class _Fit(msgspec.Struct, frozen=True, array_like=True):
     """What one rank says of a candidate: its damage, or how its part fits."""
 
@@ -114,6 +129,9 @@ class _Fit(msgspec.Struct, frozen=True, array_like=True):
     globs: tuple[str, ...] = ()
     frozen: tuple[FrozenEntry, ...] = ()
     trees: tuple[str, ...] = ()
+    attached: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
+    shares: tuple[_Share, ...] = ()
 
 
 _Texts = tuple[str, ...]
@@ -123,6 +141,8 @@ class _Verdict(msgspec.Struct, frozen=True, array_like=True):
     damage: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
+    unclaimed: tuple[str, ...] = ()
 
 
 def load(request: LoadRequest, catalog: Catalog, ranks: Ranks) -> Loaded | None:
@@ -156,6 +176,8 @@ def _load(request: LoadRequest, catalog: Catalog, ranks: Ranks) -> Loaded | None
                 together(ranks, "restore values", attempt.restore_values, sends=None)
                 together(ranks, "restore tensors", attempt.restore_tensors, sends=None)
                 clock.end_of("restore")
+                if ranks.rank == 0:
+                    attempt.log_differences(verdict)
                 return attempt.loaded(verdict, passed_over, aside)
         if attempt.opened is not None:
             aside[attempt.opened] = damage[0]
@@ -214,6 +236,7 @@ class _Attempt:
         self.place = Place(ranks.rank, ranks.size, request.pipeline_stage)
         self.fitted: list[Fitted] = []
         self.skipped: list[str] = []
+        self.chosen: list[str] = []
         self.absent: list[str] = []
         self.values: dict[str, dict[str, Json]] = {}
         self.present: set[str] = set()
@@ -236,7 +259,24 @@ class _Attempt:
                 {one.component: self.request.components[one.component] for one in self.fitted}, anew=True
             ),
             trees=_all(self.fitted, "trees"),
+            attached=tuple(self.request.components),
+            absent=tuple(self.absent),
+            shares=self._shares(),
         )
+
+    def _shares(self) -> tuple[_Share, ...]:
+        """How much of each chosen component is restored. The random state does not count: every process has one."""
+        components = self.request.components
+        fitted = {one.component: one for one in self.fitted}
+        shares = []
+        for name in self.chosen:
+            one = fitted.get(name)
+            if one is not None and not isinstance(unwrap(components[name]), RNGState):
+                shares.append(_Share(name, one.kind, True, one.held, one.stored, one.common))
+            elif one is None:
+                held = int(holds_state(components[name]))
+                shares.append(_Share(name, kind_of(name, components[name]), False, held))
+        return tuple(shares)
 
     def judge(self, fits: list[_Fit]) -> _Verdict:
         """The leader's part: damage first, then whatever does not fit, over all ranks."""
@@ -260,8 +300,66 @@ class _Attempt:
                 advice="no live object was changed; LoadStrategy(strict=False) accepts missing and unexpected leaves, "
                 "exclude= leaves some out",
             )
+        self._require_something([share for fit in fits for share in fit.shares], missing, unexpected)
         self._check_guards(frozen_guards({entry for fit in fits for entry in fit.frozen}))
-        return _Verdict(missing=tuple(missing), unexpected=tuple(unexpected))
+        return _Verdict(
+            missing=tuple(missing),
+            unexpected=tuple(unexpected),
+            absent=_union([fit.absent for fit in fits]),
+            unclaimed=self._unclaimed(_union([fit.attached for fit in fits])),
+        )
+
+    def _require_something(self, shares: Sequence[_Share], missing: Sequence[str], unexpected: Sequence[str]) -> None:
+        """Refuse, in every strictness, to call it a restore when a model or an optimizer would stay as it is."""
+        for name in dict.fromkeys(share.component for share in shares):
+            own = [share for share in shares if share.component == name and share.restored]
+            if any(share.held and share.stored for share in own) and not any(share.common for share in own):
+                raise _nothing_in_common(name, own[0].kind, self.request.strategy, self.checkpoint, missing, unexpected)
+        models = [share for share in shares if share.kind == "module" and share.held]
+        wanted = models or shares
+        if wanted and not any(share.restored and (share.common or not models) for share in wanted):
+            raise StateMismatchError(
+                f"nothing of {_first_names(sorted({share.component for share in wanted}))} would be restored",
+                step=self.checkpoint.step,
+                missing=sorted({share.component for share in wanted if not share.restored}),
+                advice=f"no live object was changed; the checkpoint has {', '.join(self._stored_components())}: give "
+                "the components the same names, or leave them out with skip=",
+            )
+
+    def _stored_components(self) -> list[str]:
+        return sorted({tree.component for tree in self.checkpoint.manifest.trees})
+
+    def _unclaimed(self, attached: Sequence[str]) -> tuple[str, ...]:
+        """The components of the checkpoint that no rank holds, and that nobody wants to leave out."""
+        strategy, out = self.request.strategy, {*attached, *self.request.unwanted}
+        trees = self.checkpoint.manifest.trees
+        return tuple(
+            sorted({tree.component for tree in trees if strategy.takes(tree.component, tree.kind)}.difference(out))
+        )
+
+    def log_differences(self, verdict: _Verdict) -> None:
+        """Log, once for all ranks, what a loose restore left as it was, and what nobody has taken."""
+        strategy, step = self.request.strategy, self.checkpoint.step
+        ways = [] if strategy.strict else ["strict=False"]
+        ways += ["on_missing='skip'"] if strategy.on_missing == "skip" else []
+        parts = [
+            _counted(verdict.absent, "component is", "components are", "missing in the checkpoint"),
+            _counted(verdict.missing, "leaf is", "leaves are", "missing in the checkpoint"),
+            _counted(verdict.unexpected, "leaf of the checkpoint was", "leaves of the checkpoint were", "not used"),
+        ]
+        found = "; ".join(filter(None, parts))
+        if ways:
+            level = logging.WARNING if found else logging.INFO
+            said = found or "nothing is missing on either side"
+            logger.log(level, "step %d was restored with %s: %s", step, " and ".join(ways), said)
+        if verdict.unclaimed:
+            logger.log(
+                logging.WARNING if strategy.progress else logging.INFO,
+                "the checkpoint of step %d has components that this manager lacks: %s; attach() restores one later, "
+                "skip= leaves it out for good",
+                step,
+                ", ".join(verdict.unclaimed),
+            )
 
     def _stages_left(self, fits: Sequence[_Fit]) -> set[str]:
         """Pipeline stages of a component that is restored, of which no rank takes the state."""
@@ -306,6 +404,7 @@ class _Attempt:
             passed_over=tuple(passed_over),
             damaged=damaged,
             phases=self.clock.phases,
+            unclaimed=verdict.unclaimed,
         )
 
     @property
@@ -342,7 +441,7 @@ class _Attempt:
         """The components to restore. One that was named and is nowhere, or that the checkpoint lacks, is an error."""
         components, strategy = self.request.components, self.request.strategy
         for name in strategy.named():
-            if name not in components:
+            if name not in components and not (name in strategy.skip and name in trees):
                 raise UsageError(
                     f"there is no component '{name}' to restore",
                     advice=f"the manager has {', '.join(sorted(components))}",
@@ -358,7 +457,7 @@ class _Attempt:
             for name in components[cover].covers
         }
         self.skipped += [f"{name}: covered by another component" for name in chosen if name in covered]
-        chosen = [name for name in chosen if name not in covered]
+        self.chosen = chosen = [name for name in chosen if name not in covered]
         self.absent = [name for name in chosen if name not in trees]
         if self.absent and strategy.on_missing == "error":
             raise StateMismatchError(
@@ -440,6 +539,36 @@ class _Attempt:
             guards=wrong,
             advice="restore with what the checkpoint was made with, or on_guard_mismatch='warn'",
         )
+
+
+def _nothing_in_common(
+    name: str,
+    kind: str,
+    strategy: LoadStrategy,
+    checkpoint: Checkpoint,
+    missing: Sequence[str],
+    unexpected: Sequence[str],
+) -> StateMismatchError:
+    what = "no tensor" if kind == "module" else "no parameter"
+    excluded = "exclude= leaves the rest out; " if strategy.exclude else ""
+    return StateMismatchError(
+        f"'{name}' would stay as it is: {what} of it would be restored",
+        step=checkpoint.step,
+        missing=[leaf for leaf in missing if leaf.partition(".")[0].partition("@")[0] == name],
+        unexpected=[leaf for leaf in unexpected if leaf.partition(".")[0].partition("@")[0] == name],
+        advice=f"no live object was changed; {excluded}compare the names, or leave the component out with "
+        f"skip=({name!r},)",
+    )
+
+
+def _counted(names: Sequence[str], one: str, several: str, what: str) -> str:
+    """How many there are, and the first names; empty where there are none."""
+    return f"{len(names)} {one if len(names) == 1 else several} {what} ({_first_names(names)})" if names else ""
+
+
+def _first_names(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_SHOWN_NAMES])
+    return shown if len(names) <= _SHOWN_NAMES else f"{shown}, ..."
 
 
 def _texts(problems: Sequence[Problem]) -> _Texts:

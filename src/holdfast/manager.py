@@ -144,6 +144,8 @@ class CheckpointManager:
         self._verify: Verify = verify
         self._source: tuple[Catalog, Checkpoint] | None = None
         self._strategy = LoadStrategy()
+        # With rng=False the random state of a checkpoint is left out on purpose.
+        self._unwanted = frozenset() if rng else frozenset({_RNG})
         self._closed = False
 
         def introduce() -> tuple[str, str, list[str]]:
@@ -362,7 +364,9 @@ class CheckpointManager:
             return RestoreResult(resumed=False)
         own_run = catalog is self._catalog
         waited = time.monotonic() - started
-        request = LoadRequest(chosen, self._components, strategy, wanted, self._pipeline_stage, self._verify)
+        request = LoadRequest(
+            chosen, self._components, strategy, wanted, self._pipeline_stage, self._verify, self._unwanted
+        )
         loaded = load(request, catalog, self._ranks)
         if loaded is None:
             if self._resume == "required" or explicit:

@@ -43,6 +43,14 @@ def kind_of(name: str, component: Any) -> TreeKind:
     return "values"
 
 
+def holds_state(component: Any) -> bool:
+    """Return False for a model without parameters and buffers, which has nothing to restore."""
+    inner = unwrap(component)
+    if not isinstance(inner, torch.nn.Module):
+        return True
+    return next(inner.parameters(), None) is not None or next(inner.buffers(), None) is not None
+
+
 def refuse_flat_parameters(name: str, component: Any) -> None:
     """FSDP of the first kind keeps several parameters in one flat tensor, which no other number of ranks could read."""
     inner = unwrap(component)

@@ -194,6 +194,7 @@ def test_excluding_one_name_of_a_tied_tensor_excludes_it_and_is_listed(tmp_path:
         model = nn.Module()
         model.a, model.b = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
         model.b.weight = model.a.weight
+        model.c = nn.Linear(2, 2, bias=False)
         return model
 
     saved(tmp_path, {"model": tied()})

@@ -1024,9 +1024,7 @@ def test_an_adapter_of_which_nothing_fits_is_an_error(adapter_run: Path, tmp_pat
     strange = nn.ModuleDict({"head": nn.Linear(2, 2)})
     before = strange["head"].weight.clone()
     manager = built_in(tmp_path / "new", {name: strange})
-    with pytest.raises(
-        holdfast.StateMismatchError, match="no leaf of the checkpoint has a place for purpose='adapter'"
-    ):
+    with pytest.raises(holdfast.StateMismatchError, match=f"'?{name}'? would (stay as it is|be restored)"):
         manager.load(LoadContext(purpose="adapter", source=adapter_run))
     assert torch.equal(strange["head"].weight, before)
 

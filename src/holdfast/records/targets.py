@@ -25,7 +25,8 @@ class Fitted:
     """One component fitted to its saved state. `take_up` hands the state over once the requests are filled.
 
     `unused` are leaves of the checkpoint that this rank has no place for; another rank that takes from the same of
-    the `trees` may have one.
+    the `trees` may have one. Of a model or an optimizer, `held` counts the leaves (an optimizer's parameters) on this
+    rank, `stored` those in the checkpoint, and `common` those that both have and that are restored.
     """
 
     component: str
@@ -38,4 +39,7 @@ class Fitted:
     mismatched: list[str] = field(default_factory=list)
     globs: set[str] = field(default_factory=set)
     left_out: set[str] = field(default_factory=set)
+    held: int = 0
+    stored: int = 0
+    common: int = 0
     take_up: Callable[[], None] = lambda: None

@@ -174,9 +174,11 @@ class _Matcher:
             else:
                 extras[key] = self._decode(tree, saved_values[key], key)
         self._note_unused(tree, [key for key in saved_values if key not in live_values])
+        self.fitted.held, self.fitted.stored, self.fitted.common = len(live_values), len(saved_values), len(extras)
         for path, keys in wanted.items():
             # A tied tensor of which one name is excluded is excluded.
             if path not in spared:
+                self.fitted.common += len(keys)
                 self._want(tree, live.tensors[path], keys, saved_values)
 
         def take_up() -> None:
@@ -205,6 +207,7 @@ class _Matcher:
         known = {name for group in groups for name in _names(group.get("params"), tree)}
         self.fitted.missing += [layout.leaf_name(tree.name, f"state.{name}") for name in names if name not in known]
         self._note_unused(tree, [f"state.{name}" for name in sorted(known - set(names))])
+        self.fitted.held, self.fitted.stored, self.fitted.common = len(names), len(known), len(known & set(names))
         packed_groups = _packed_groups(optimizer, names, groups, self.fitted)
         states: dict[Any, _Pending] = {}
         for index, name in enumerate(names):
