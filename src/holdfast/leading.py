@@ -27,7 +27,7 @@ from holdfast.records.codec import Json
 from holdfast.records.facts import Facts, Listing
 from holdfast.records.manifest import MeshRecord, TensorRecord, TreeRecord
 from holdfast.records.selector import Ranking
-from holdfast.records.state import Brief, Duty, FrozenEntry, Inventory, SavePlan
+from holdfast.records.state import Brief, CarriedTree, Duty, FrozenEntry, Inventory, SavePlan
 from holdfast.stages.plan import GlobalPlan, frozen_guards, plan
 from holdfast.survivors import wait_for_survivors
 
@@ -59,6 +59,7 @@ class SaveRequest:
     epoch: int | None = None
     again: bool = False
     ranking: Ranking = ()
+    carried: Sequence[CarriedTree] = ()
 
 
 class Leader:

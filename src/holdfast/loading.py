@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import msgspec
 import torch
-from blake3 import blake3
 
 from holdfast.catalog import Catalog, Checkpoint, Skipped
 from holdfast.components import PerRank, RNGState
@@ -45,14 +44,13 @@ from holdfast.shadows import Shadows, room_on
 from holdfast.stages.capture import take_frozen
 from holdfast.stages.match import Place, SavedState, match
 from holdfast.stages.plan import frozen_guards
-from holdfast.stages.read import check_bytes, check_sizes, read, size_of
+from holdfast.stages.read import check_bytes, check_sizes, read, read_values, size_of
 from holdfast.stages.resolve import candidates
 from holdfast.stages.restore import restore_tensors, restore_values
 
 logger = logging.getLogger("holdfast")
 
 Verify = Literal["full", "quick", "off"]
-_MAX_VALUES_BYTES = 4 << 30
 _SHOWN_CHARACTERS = 80
 _SHOWN_NAMES = 5
 
@@ -356,7 +354,7 @@ class _Attempt:
             logger.log(
                 logging.WARNING if strategy.progress else logging.INFO,
                 "the checkpoint of step %d has components that this manager lacks: %s; attach() restores one later, "
-                "skip= leaves it out for good",
+                "and every save until then carries its state on; skip= leaves it out for good",
                 step,
                 ", ".join(verdict.unclaimed),
             )
@@ -471,16 +469,7 @@ class _Attempt:
     def _values(self, tree: TreeRecord) -> Json:
         """The values of a tree, from a file that is read and checked once."""
         if tree.file not in self.values:
-            record = next(file for file in self.checkpoint.manifest.files if file.name == tree.file)
-            data = self.checkpoint.storage.read(
-                self.checkpoint.key(tree.file), min(record.size_bytes, _MAX_VALUES_BYTES)
-            )
-            if len(data) != record.size_bytes:
-                raise CorruptCheckpointError(
-                    f"has {len(data)} bytes, the manifest says {record.size_bytes}", file=tree.file
-                )
-            if self.request.verify == "full" and blake3(data).hexdigest() != record.digest:
-                raise CorruptCheckpointError("the bytes do not have their digest", file=tree.file)
+            data = read_values(self.checkpoint, tree.file, checked=self.request.verify == "full")
             self.values[tree.file] = _parse_values(data, tree.file)
         try:
             return self.values[tree.file][tree.name]

@@ -8,7 +8,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,12 +16,14 @@ from types import MappingProxyType, TracebackType
 from typing import Any, Literal, Self, TypeVar, get_args
 
 from holdfast.background import PendingSave
+from holdfast.carrying import bound_to_ranks, carried_guards, carry
 from holdfast.catalog import Catalog, Checkpoint, choose
 from holdfast.components import RNGState, check_covers
 from holdfast.errors import CheckpointNotFoundError, ClosedError, HoldfastError, RunInUseError, UsageError
 from holdfast.handle import SaveHandle
 from holdfast.housekeeping import Housekeeper
 from holdfast.leading import SaveRequest
+from holdfast.lease import reading
 from holdfast.loading import Loaded, LoadRequest, Verify, load
 from holdfast.naming import kind_of, refuse_flat_parameters
 from holdfast.pacing import Pace
@@ -32,6 +34,7 @@ from holdfast.records.events import Event
 from holdfast.records.layout import check_component_name, check_step
 from holdfast.records.linknames import LinkTemplate
 from holdfast.records.selector import Selector, check_tag, parse_selector
+from holdfast.records.state import CarriedTree
 from holdfast.records.strategy import LoadStrategy
 from holdfast.requests import (
     agree_on,
@@ -178,6 +181,11 @@ class CheckpointManager:
             on_event=on_event,
         )
         self._needed: set[str | None] = set()
+        self._awaited: tuple[str, ...] = ()
+        self._not_carried: frozenset[str] = frozenset()
+        self._carried: tuple[CarriedTree, ...] | None = ()
+        self._reading = ExitStack()
+        weakref.finalize(self, self._reading.close)
         # Weak, so that a manager that is dropped without being closed is gone at once, with its writer.
         saver, needed = weakref.proxy(self._saver), self._needed
         self._housekeeper = Housekeeper(
@@ -317,13 +325,14 @@ class CheckpointManager:
                 progress=encoded("progress", progress),
                 extra=encoded("extra", extra),
                 config=self._config,
-                guards=encoded("guards", guards),
+                guards={**encoded("guards", guards), **self._carried_guards()},
                 tags=() if tag is None else (check_tag(tag),),
                 assets=self._assets,
                 links=self._links is not False,
                 epoch=check_epoch(epoch) if epoch is not None else self._pace.epoch,
                 again=again,
                 ranking=self._ranking,
+                carried=self._carry(),
             )
 
         pending = self._saver.save(step, request)
@@ -377,18 +386,71 @@ class CheckpointManager:
                 )
             return RestoreResult(resumed=False)
         self._source, self._strategy = (catalog, loaded.checkpoint), strategy
+        self._await_components(loaded.checkpoint, loaded.unclaimed)
         if own_run:
-            self._note_needed(loaded.checkpoint)
             self._set_aside(loaded.damaged)
         phases = MappingProxyType({"wait": waited, **loaded.phases})
         self._tell_restored(loaded.checkpoint, time.monotonic() - started, phases)
         return self._resumed(loaded, strategy, own_run=own_run)
 
-    def _note_needed(self, checkpoint: Checkpoint) -> None:
-        """As long as a checkpoint has state of components that are not there yet, `attach` may want it."""
+    def _await_components(self, checkpoint: Checkpoint, names: Sequence[str]) -> None:
+        """Keep the state of components that are not attached yet: in the source, and in every save until they are."""
+        lost = bound_to_ranks(checkpoint, names, self._ranks.size)
+        if lost and self._ranks.rank == 0:
+            logger.warning(
+                "saves before attach() will not have the state of %s: the checkpoint of step %d has it for each of %d "
+                "ranks, and there are %d now",
+                ", ".join(lost),
+                checkpoint.step,
+                checkpoint.world_size,
+                self._ranks.size,
+            )
+        self._awaited = tuple(names)
+        self._carried = None if set(names) - set(lost) else ()
+        self._not_carried = frozenset(lost)
+        self._protect_source()
+
+    def _protect_source(self) -> None:
+        """Keep the checkpoint, in this run or in another one, as long as `attach` may want it."""
         self._needed.clear()
-        if any(tree.component not in self._components for tree in checkpoint.manifest.trees):
+        self._reading.close()
+        if self._source is None or not self._awaited:
+            return
+        catalog, checkpoint = self._source
+        if catalog is self._catalog:
             self._needed.add(checkpoint.digest)
+        elif self._ranks.rank == 0:
+            self._reading.enter_context(reading(catalog.storage, checkpoint.folder))
+
+    def _carry(self) -> tuple[CarriedTree, ...]:
+        """Return this rank's share of the state that is carried on. Read at the first save that needs it, and kept:
+        most components are attached before any save."""
+        if self._carried is None and self._source is not None:
+            checkpoint = self._source[1]
+            names = self._carried_names()
+            ranks = self._ranks
+            checked = self._verify == "full"
+            self._carried = carry(checkpoint, names, rank=ranks.rank, size=ranks.size, checked=checked)
+            if ranks.rank == 0:
+                logger.info(
+                    "saves carry on the state of %s as step %d had it, until they are attached",
+                    ", ".join(names),
+                    checkpoint.step,
+                )
+        return self._carried or ()
+
+    def _carried_names(self) -> list[str]:
+        return [name for name in self._awaited if name not in self._not_carried]
+
+    def _carried_guards(self) -> dict[str, Any]:
+        return {} if self._source is None else carried_guards(self._source[1], self._carried_names())
+
+    def _note_attached(self, name: str) -> None:
+        self._awaited = tuple(other for other in self._awaited if other != name)
+        if self._carried is not None:
+            self._carried = tuple(one for one in self._carried if one.tree.component != name)
+        if not self._awaited:
+            self._protect_source()
 
     def _set_aside(self, damaged: Mapping[Checkpoint, str]) -> None:
         """Have it written down, by whoever writes to the run: a mere reader leaves it as it is."""
@@ -412,8 +474,7 @@ class CheckpointManager:
                 )
                 loaded = load(request, catalog, self._ranks)
         self._components = components
-        if self._source is not None and self._source[0] is self._catalog:
-            self._note_needed(self._source[1])
+        self._note_attached(name)
         return loaded is not None and name in loaded.restored
 
     def should_load(self) -> bool:
@@ -546,6 +607,7 @@ class CheckpointManager:
 
     def _finish_housework(self) -> None:
         self._saver.drain()
+        self._reading.close()
         self._housekeeper.close()
         self._pace.close()
 

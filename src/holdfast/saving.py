@@ -300,7 +300,11 @@ class Saver:
                 if wanted.parent is None:
                     wanted = replace(wanted, parent=self.head, line=self._line)
                 captured = self._capturer.capture(
-                    wanted.components, rank=ranks.rank, size=ranks.size, pipeline_stage=wanted.pipeline_stage
+                    wanted.components,
+                    rank=ranks.rank,
+                    size=ranks.size,
+                    pipeline_stage=wanted.pipeline_stage,
+                    carried=wanted.carried,
                 )
             except (Exception, KeyboardInterrupt) as error:
                 return partial(_raise, error)

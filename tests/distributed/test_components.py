@@ -135,6 +135,52 @@ def a_component_that_cannot_adapt(rank: int, folder: Path) -> Any:
 # Late and covered
 
 
+def late_components_are_carried_on(rank: int, folder: Path) -> Any:
+    """Sharded, replicated and per-rank state goes through two saves of a manager that has none of it."""
+    mesh = DeviceMesh("cpu", list(range(dist.get_world_size())), mesh_dim_names=("all",))
+
+    def late(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        tower = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+        fully_shard(tower, mesh=mesh)
+        optimizer = torch.optim.AdamW(tower.parameters(), lr=0.1 * seed)
+        tower(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        own = Holder(rank=rank * seed, table=torch.full((3,), float(rank * seed)))
+        return {"tower": tower, "optimizer": optimizer, "own": holdfast.PerRank(own)}
+
+    parts = late(1)
+    manager_of(folder, {"first": nn.Linear(2, 2), **parts}, rng=True).save(1)
+    only_there = {"here": Holder(a=1)} if rank == 1 else {}
+    for step in (2, 3):
+        manager = manager_of(folder, {"first": nn.Linear(2, 2), **only_there}, rng=True, mode="async")
+        manager.restore(strategy=holdfast.LoadStrategy(on_missing="skip"))
+        manager.save(step, wait=True)
+        manager.close()
+    again = late(7)
+    manager = manager_of(folder, {"first": nn.Linear(2, 2), **only_there}, rng=True)
+    step = manager.restore().step
+    attached = [manager.attach(name, part) for name, part in again.items()]
+    return {
+        "step": step,
+        "attached": attached,
+        "own": bits(again["own"].component.state) == bits(parts["own"].component.state),
+        "same": bits(local_state(again)) == bits(local_state(parts)),
+        "sharded": sorted(leaf.name for leaf in manager.checkpoints()[0].manifest.tensors if leaf.sharded),
+        "before": sorted(leaf.name for leaf in manager.checkpoints()[-1].manifest.tensors if leaf.sharded),
+        "components": sorted({tree.name for tree in manager.checkpoints()[0].manifest.trees}),
+    }
+
+
+def local_state(parts: dict[str, Any]) -> dict[str, Any]:
+    weights = {name: tensor.to_local() for name, tensor in parts["tower"].state_dict().items()}
+    moments = {
+        index: {key: value.to_local() if hasattr(value, "to_local") else value for key, value in state.items()}
+        for index, state in enumerate(parts["optimizer"].state.values())
+    }
+    return {"weights": weights, "moments": moments, "lr": parts["optimizer"].param_groups[0]["lr"]}
+
+
 def late_components(rank: int, folder: Path) -> Any:
     own = Holder(rank=rank)
     state = {"first": Holder(a=1), "late": holdfast.PerRank(own), "left_out": Holder(b=2)}
@@ -261,6 +307,7 @@ SCENES = [
     another_number_of_ranks,
     a_component_that_cannot_adapt,
     late_components,
+    late_components_are_carried_on,
     covered_components,
     trainable_parts,
     random_state_of_each_rank,
@@ -372,7 +419,32 @@ def test_attaching_twice_or_what_does_not_fit_is_an_error_on_all(played: tuple[P
     assert isinstance(the_same_error([one["twice"] for one in seen]), UsageError)
     assert isinstance(the_same_error([one["broken"] for one in seen]), StateMismatchError)
     components = {component for component, _ in trees(folder / "late_components")}
-    assert components == {"first", "late", "unknown"}, "what could not be attached is not saved"
+    assert components == {"first", "late", "unknown", "left_out"}, "what was not attached is carried on"
+
+
+def test_state_of_every_scope_is_carried_on_until_its_component_is_attached(played: tuple[Play, Path]) -> None:
+    for one in played[0]("late_components_are_carried_on"):
+        assert one["step"] == 3
+        assert one["attached"] == [True, True, True]
+        assert one["own"]
+        assert one["same"]
+        assert one["sharded"] == one["before"]
+        assert {"tower", "optimizer", "own@rank-00000", "own@rank-00001"} <= set(one["components"])
+        assert "here@rank-00001" in one["components"], "what one rank has is not carried on for it"
+
+
+def test_per_rank_state_that_another_number_of_ranks_cannot_carry_on_is_a_warning(
+    played: tuple[Play, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    play, folder = played
+    play("late_components_are_carried_on")
+    strategy = holdfast.LoadStrategy(on_world_change="skip")
+    with manager_of(folder / "late_components_are_carried_on", {"first": nn.Linear(2, 2)}) as manager:
+        manager.restore(3, strategy=strategy)
+        assert [text for text in caplog.messages if "saves before attach() will not have the state of" in text]
+        checkpoint = manager.save(4).wait()
+    assert {tree.component for tree in checkpoint.manifest.trees} == {"first", "tower", "optimizer"}
+    assert holdfast.verify(checkpoint.path).ok
 
 
 def test_what_is_covered_needs_no_restore_of_its_own(played: tuple[Play, Path]) -> None:

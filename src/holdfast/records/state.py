@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from holdfast.records import layout
 from holdfast.records.boxes import Box
 from holdfast.records.codec import Json
 from holdfast.records.manifest import ChunkRecord, FileRecord, MeshRecord
@@ -33,6 +34,20 @@ class CapturedTree:
     tensors: Mapping[str, Any]
     led: Set[str] = frozenset()
     type: str = ""
+
+    @property
+    def name(self) -> str:
+        return layout.tree_name(self.component, self.scope or "")
+
+
+@dataclass(frozen=True, slots=True)
+class CarriedTree:
+    """One tree of a component that is not attached yet, as a checkpoint had it, with the tensors that this rank writes:
+    each is all of its leaf. `sharded` are the leaves that were cut over one of the `meshes`."""
+
+    tree: CapturedTree
+    sharded: Set[str]
+    meshes: Set[MeshRecord]
 
 
 class TreeEntry(msgspec.Struct, frozen=True, array_like=True):

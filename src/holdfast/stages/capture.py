@@ -6,7 +6,7 @@ Nothing is changed by being captured.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from holdfast.recall import Remembered, remember
 from holdfast.records import layout
 from holdfast.records.boxes import whole
 from holdfast.records.manifest import MeshRecord
-from holdfast.records.state import CapturedTree, FrozenEntry, Inventory, PartEntry, TreeEntry
+from holdfast.records.state import CapturedTree, CarriedTree, FrozenEntry, Inventory, PartEntry, TreeEntry
 from holdfast.tensors import dtype_name, fingerprint, held_piece, host_pieces, is_sharded, mesh_of, sample_of
 
 _PIECE_BYTES = 32 << 20
@@ -72,7 +72,16 @@ class Capturer:
         self._every_part: tuple[PartEntry, ...] = ()
         self._structure = ""
 
-    def capture(self, components: Mapping[str, Any], *, rank: int, size: int, pipeline_stage: int | None) -> Capture:
+    def capture(
+        self,
+        components: Mapping[str, Any],
+        *,
+        rank: int,
+        size: int,
+        pipeline_stage: int | None,
+        carried: Sequence[CarriedTree] = (),
+    ) -> Capture:
+        """Capture the components, and, behind them, what is `carried` on from an earlier checkpoint."""
         trees: list[CapturedTree] = []
         parts: list[tuple[PartEntry, ...]] = []
         memory: list[torch.Tensor] = []
@@ -86,6 +95,11 @@ class Capturer:
             tensors = tree.tensors.values()
             memory += [_local(tensor) for tensor in tensors] if known.meshes else tensors
             self._known[name] = known
+        for index, one in enumerate(carried, len(trees)):
+            trees.append(one.tree)
+            parts.append(self._carried_parts(index, one))
+            meshes |= one.meshes
+            memory += one.tree.tensors.values()
         texts = [_text(tree) for tree in trees]
         digests = tuple(_digest(tree, text) if size > 1 else "" for tree, text in zip(trees, texts, strict=True))
         ordered = tuple(sorted(meshes))
@@ -107,6 +121,23 @@ class Capturer:
         if known is not None and known.parts == parts:
             parts = known.parts
         return tree, _Known(remember(tree, state), parts, meshes)
+
+    def _carried_parts(self, index: int, carried: CarriedTree) -> tuple[PartEntry, ...]:
+        known = self._known.get(carried.tree.name)
+        parts = tuple(
+            PartEntry(
+                index,
+                path,
+                dtype_name(tensor),
+                tuple(tensor.shape),
+                whole(tuple(tensor.shape)),
+                path in carried.sharded,
+            )
+            for path, tensor in carried.tree.tensors.items()
+        )
+        if known is None or known.parts != parts:
+            known = self._known[carried.tree.name] = _Known(None, parts, frozenset())
+        return known.parts
 
     def _digest_structure(
         self, trees: list[CapturedTree], parts: list[tuple[PartEntry, ...]], meshes: tuple[MeshRecord, ...]

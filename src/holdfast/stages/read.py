@@ -11,7 +11,7 @@ import ctypes
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ from blake3 import blake3
 
 from holdfast.catalog import Checkpoint
 from holdfast.digesting import DeviceDigester
-from holdfast.errors import StorageError
+from holdfast.errors import CorruptCheckpointError, StorageError
 from holdfast.memory import prefer_huge_pages
 from holdfast.records.boxes import Box, Span, span_of, strides_of, whole
 from holdfast.records.manifest import ChunkRecord, TensorRecord
@@ -37,6 +37,7 @@ from holdfast.tensors import is_dense, memory_at, memory_of, torch_dtype
 logger = logging.getLogger("holdfast")
 
 _MAX_WORKERS = 8
+_MAX_VALUES_BYTES = 4 << 30
 _BATCH_BYTES = 16 << 20
 # A piece, widened to whole pages on both sides, fits into a slot.
 _PIECE_BYTES = SLOT_BYTES - (64 << 10)
@@ -86,10 +87,27 @@ def check_bytes(
 
 def check_sizes(checkpoint: Checkpoint, requests: Sequence[Request]) -> list[Problem]:
     """The files that filling these targets would miss, or find of another size. Reads nothing of them."""
-    names = {overlap.chunk.file for request in requests for overlap in _overlaps(request, checkpoint)}
+    return check_files(
+        checkpoint, {overlap.chunk.file for request in requests for overlap in _overlaps(request, checkpoint)}
+    )
+
+
+def check_files(checkpoint: Checkpoint, names: Set[str]) -> list[Problem]:
+    """Return which of these files are missing or of another size than the manifest says."""
     with ExitStack() as stack:
         found = [_open(checkpoint, name, stack) for name in sorted(names)]
     return [problem for problem in found if isinstance(problem, Problem)]
+
+
+def read_values(checkpoint: Checkpoint, name: str, *, checked: bool) -> bytes:
+    """Read a file of values whole. Another size than the manifest says, or, with `checked`, digest, is an error."""
+    record = next(file for file in checkpoint.manifest.files if file.name == name)
+    data = checkpoint.storage.read(checkpoint.key(name), min(record.size_bytes, _MAX_VALUES_BYTES))
+    if len(data) != record.size_bytes:
+        raise CorruptCheckpointError(f"has {len(data)} bytes, the manifest says {record.size_bytes}", file=name)
+    if checked and blake3(data).hexdigest() != record.digest:
+        raise CorruptCheckpointError("the bytes do not have their digest", file=name)
+    return data
 
 
 def size_of(requests: Iterable[Request]) -> int:
