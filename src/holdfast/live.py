@@ -6,12 +6,13 @@ PyTorch's `get_optimizer_state_dict` is not used, because it steps an optimizer 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.utils.weak import WeakIdKeyDictionary
 
 from holdfast.components import RNGState, Trainable
@@ -56,8 +57,17 @@ def _led(component: Any, kind: str, scope: str | None, tensors: Mapping[str, Any
     """The tensors of which the first rank's replica counts: where a user said that ranks share a state; and a model's
     buffers, which differ between the replicas of DDP until the next forward pass gives the leader's to all."""
     if kind == "module":
-        return tensors.keys() - set(parameter_names(unwrap(component)).values())
+        return _buffers(unwrap(component), tensors)
     return tensors.keys() if kind == "values" and scope is not None else frozenset()
+
+
+def _buffers(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> Set[str]:
+    """The tensors that are no parameter: neither by their name nor, where a hook has renamed one, by their memory."""
+    rest = tensors.keys() - set(parameter_names(module).values())
+    if not rest:
+        return rest
+    places = {address(parameter) for parameter in module.parameters()} - {0}
+    return {path for path in rest if address(tensors[path]) not in places}
 
 
 def component_state(name: str, component: Any, components: Mapping[str, Any]) -> Any:
@@ -65,35 +75,105 @@ def component_state(name: str, component: Any, components: Mapping[str, Any]) ->
     kind = kind_of(name, component)
     inner = unwrap(component)
     if kind == "module":
-        if next(inner.parameters(), None) is None and next(inner.buffers(), None) is None:
-            return dict(inner.state_dict())
-        return _trainable_state(inner) if isinstance(component, Trainable) else _model_state(inner)
+        state = _model_state(name, inner)
+        return _without_frozen(inner, state) if isinstance(component, Trainable) else state
     if kind == "optimizer":
         return _optimizer_state(inner, optimizer_names(inner, components, name))
     return inner.state_dict()
 
 
-def _trainable_state(module: torch.nn.Module) -> dict[str, Any]:
-    return dict(get_model_state_dict(module, options=StateDictOptions(ignore_frozen_params=True)))
+def _model_state(name: str, module: torch.nn.Module) -> dict[str, Any]:
+    """Return what the module's own `state_dict` gives, under the names that the model has without its wrappers.
 
-
-def _model_state(module: torch.nn.Module) -> dict[str, Any]:
-    """What PyTorch's `get_model_state_dict` gives. It takes most of its time to find the names, which stay."""
+    PyTorch's `get_model_state_dict` looks each key up among the module's attributes, and fails for a key that a hook or
+    an overridden `state_dict` made, and for a module that has no persistent state.
+    """
     raw = module.state_dict()
     keys = tuple(raw)
-    known: tuple[tuple[str, ...], list[str]] | None = _model_keys.get(module)
-    if known is not None and known[0] == keys:
-        return dict(zip(known[1], raw.values(), strict=True))
-    state = dict(get_model_state_dict(module))
-    names = [clean_name(module, key) for key in keys]
-    if set(names) != set(state) or len(names) != len(state):
-        return state  # names that are made in some other way: PyTorch is asked each time
-    _model_keys[module] = (keys, names)
-    return {name: state[name] for name in names}
+    known: _ModelKeys | None = _model_keys.get(module)
+    if known is None or known.keys != keys:
+        names = _model_names(name, module, keys)
+        known = _model_keys[module] = _ModelKeys(keys, names, getattr(raw, "_metadata", None))
+    return dict(zip(known.names, raw.values(), strict=True))
 
 
-# The keys that a module's own state dict had, and the names that PyTorch gave to them.
+class _ModelKeys(NamedTuple):
+    """The keys that a module's own state dict had, the names that a checkpoint has for them, and the versions of the
+    modules, without which some take the state for that of an old one."""
+
+    keys: tuple[str, ...]
+    names: list[str]
+    metadata: Any
+
+
 _model_keys = WeakIdKeyDictionary()
+
+
+def _model_names(component: str, module: torch.nn.Module, keys: Sequence[Any]) -> list[str]:
+    names: dict[str, str] = {}
+    for key in keys:
+        if not isinstance(key, str) or key.startswith("$"):
+            raise UsageError(
+                f"state_dict() of the module has the key {key!r:.100}, which is no name",
+                component=component,
+                advice="use names without a leading '$', or wrap the module in an object with its own state_dict()",
+            )
+        name = clean_name(module, key)
+        if name in names:
+            raise UsageError(
+                f"the keys '{names[name]}' and '{key}' of its state_dict() would both be stored as '{name}'",
+                component=component,
+                advice="rename one of them",
+            )
+        names[name] = key
+    return list(names)
+
+
+def _without_frozen(module: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what is frozen, found by its name and, for what a hook has renamed, by its memory."""
+    names, places = set(), set()
+    for raw, parameter in module.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:
+            names.add(clean_name(module, raw))
+            places.add(address(parameter))
+    places.discard(0)
+    return {
+        name: value
+        for name, value in state.items()
+        if name not in names and not (isinstance(value, torch.Tensor) and address(value) in places)
+    }
+
+
+def load_module(name: str, module: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    """Give a module its state through its own `load_state_dict`, under the keys that its own `state_dict` has.
+
+    What `load_state_dict` does not know is in the live tensors already, or it would be lost without a word.
+    """
+    known: _ModelKeys | None = _model_keys.get(module)
+    raw_keys = dict(zip(known.names, known.keys, strict=True)) if known is not None else {}
+    renamed = OrderedDict((raw_keys.get(key, key), value) for key, value in state.items())
+    if known is not None and known.metadata is not None:
+        vars(renamed)["_metadata"] = known.metadata
+    with torch.no_grad():
+        answer = _load_loosely(module, renamed)
+    refused = [clean_name(module, raw) for raw in getattr(answer, "unexpected_keys", ())]
+    kept = own_tensors(module, {key: state[key] for key in refused if key in state}) if refused else {}
+    for key in refused:
+        if key in state and key not in kept:
+            raise StateMismatchError(
+                "load_state_dict() did not take it: a hook stores it under this name and none takes it from there",
+                component=name,
+                leaf=f"{name}.{key}",
+                advice="register a load_state_dict pre-hook that gives it the name that the module expects",
+            )
+
+
+def _load_loosely(module: torch.nn.Module, state: OrderedDict[str, Any]) -> Any:
+    """Load without complaint about keys: the names were compared, and a hook may keep some out of the state dict."""
+    parameters = inspect.signature(module.load_state_dict).parameters
+    if "strict" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return module.load_state_dict(state, strict=False)
+    return module.load_state_dict(state)
 
 
 def _collector(component: str, tensors: dict[str, torch.Tensor]) -> Callable[[str, Any], str]:
@@ -141,13 +221,15 @@ def own_tensors(module: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, 
 
     To copy a tensor onto itself costs nothing when it is the same object, and a pass over the memory when it is not.
     """
-    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    own = ((clean_name(module, name), tensor) for name, tensor in named)
-    return {
-        name: tensor
-        for name, tensor in own
-        if isinstance(state.get(name), torch.Tensor) and is_same_memory(tensor, state[name])
-    }
+    own: dict[int, list[torch.Tensor]] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        own.setdefault(address(tensor), []).append(tensor)
+    found: dict[str, torch.Tensor] = {}
+    for name, value in state.items():
+        for tensor in own.get(address(value), ()) if isinstance(value, torch.Tensor) else ():
+            if is_same_memory(tensor, value):
+                found[name] = tensor
+    return found
 
 
 def load_optimizer(
@@ -205,8 +287,7 @@ def _restoring(name: str, components: Mapping[str, Any], state: Any) -> Callable
     current = component_state(name, component, components)
     if kind == "module":
         _compare_keys(name, current, state)
-        options = StateDictOptions(strict=not isinstance(component, Trainable))
-        return lambda: set_model_state_dict(inner, dict(state), options=options) and None
+        return partial(load_module, name, inner, state)
     names = optimizer_names(inner, components, name)
     numbers = {parameter: number for number, parameter in enumerate(names)}
     groups = [

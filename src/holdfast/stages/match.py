@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor, Replicate
 
 from holdfast.components import PerRank, RNGState, check_rng_state
 from holdfast.errors import CorruptCheckpointError, StateMismatchError
-from holdfast.live import component_state, live_tree, load_optimizer, own_tensors, tree_of
+from holdfast.live import component_state, live_tree, load_module, load_optimizer, own_tensors, tree_of
 from holdfast.naming import kind_of, optimizer_names, scopes_in_world, unwrap
 from holdfast.records import layout
 from holdfast.records.codec import Json, decode
@@ -186,9 +185,7 @@ class _Matcher:
             # extra states want to do.
             state.update(own_tensors(module, state))
             state.update({key: extra.value() for key, extra in extras.items()})
-            # The names were compared already; a hook that keeps some out of the state dict is the module's affair.
-            if state:
-                set_model_state_dict(module, state, options=StateDictOptions(strict=False))
+            load_module(self.fitted.component, module, state)
 
         self.fitted.take_up = take_up
 
