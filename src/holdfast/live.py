@@ -7,8 +7,9 @@ PyTorch's `get_optimizer_state_dict` is not used, because it steps an optimizer 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,6 +25,8 @@ from holdfast.records.codec import encode
 from holdfast.records.state import CapturedTree
 from holdfast.tensors import address, check_storable, is_same_memory, shares_elements
 
+logger = logging.getLogger("holdfast")
+
 
 def live_tree(name: str, component: Any, components: Mapping[str, Any], scope: str | None) -> CapturedTree:
     """A component's state with its values encoded and its tensors, still the live ones, by their path."""
@@ -35,7 +38,8 @@ def tree_of(name: str, component: Any, state: Any, scope: str | None) -> Capture
     tensors: dict[str, torch.Tensor] = {}
     values = encode(state, path=name, on_tensor=_collector(name, tensors))
     kind = kind_of(name, component)
-    type_name = type(unwrap(component)).__name__ if kind == "optimizer" else ""
+    inner = unwrap(component)
+    type_name = type(inner).__name__ if isinstance(inner, torch.optim.Optimizer) else ""
     if kind == "module":
         _refuse_shared_elements(name, tensors)
     return CapturedTree(name, kind, scope, values, tensors, _led(component, kind, scope, tensors), type_name)
@@ -78,7 +82,7 @@ def component_state(name: str, component: Any, components: Mapping[str, Any]) ->
         state = _model_state(name, inner)
         return _without_frozen(inner, state) if isinstance(component, Trainable) else state
     if kind == "optimizer":
-        return _optimizer_state(inner, optimizer_names(inner, components, name))
+        return _optimizer_state(name, inner, optimizer_names(inner, components, name))
     return inner.state_dict()
 
 
@@ -207,11 +211,18 @@ def _unused(path: str, taken: Mapping[str, Any]) -> str:
     return f"{path}~{number}"
 
 
-def _optimizer_state(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Any]:
+def _optimizer_state(component: str, optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Any]:
     """An optimizer's state with its parameters' names in place of their numbers, as PyTorch's own API spells it."""
     packed = optimizer.state_dict()
-    state = {names[key] if isinstance(key, int) else key: value for key, value in packed["state"].items()}
-    groups = [{**group, "params": [names[index] for index in group["params"]]} for group in packed["param_groups"]]
+    try:
+        state = {names[key] if isinstance(key, int) else key: value for key, value in packed["state"].items()}
+        groups = [{**group, "params": [names[index] for index in group["params"]]} for group in packed["param_groups"]]
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise UsageError(
+            "state_dict() of the optimizer has another layout than when it was first seen",
+            component=component,
+            advice="give it the same layout at all times, or wrap the optimizer in an object with its own state_dict()",
+        ) from error
     rest = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
     return {"state": state, "param_groups": groups, **rest}
 
@@ -252,6 +263,43 @@ def load_optimizer(
             loaded.update({key: _as_it_was(value, loaded.get(key)) for key, value in state.items()})
 
 
+def load_own_layout(component: str, optimizer: torch.optim.Optimizer, state: Callable[[], Any]) -> None:
+    """Give an optimizer state in its own layout, through its `load_state_dict`, with the types that it was saved with.
+
+    `state` makes the state anew at each call: an optimizer may take what it is given apart.
+    """
+    optimizer.load_state_dict(state())
+    saved = state()
+    for container, key, value in _cast(optimizer.state_dict(), saved):
+        container[key] = value.to(container[key].device)
+    changed = [str(key) for _, key, _ in _cast(optimizer.state_dict(), saved)]
+    if changed:
+        logger.warning(
+            "component '%s': load_state_dict() of %s changed the type of %d tensors, such as '%s'; they lost precision",
+            component,
+            type(optimizer).__name__,
+            len(changed),
+            changed[0],
+        )
+
+
+def _cast(live: Any, saved: Any) -> Iterator[tuple[Any, Any, torch.Tensor]]:
+    """Find the tensors that have another type than they were saved with: the dict or list that holds each, its key."""
+    if isinstance(saved, Mapping) and isinstance(live, dict):
+        keys: Sequence[Any] = [key for key in saved if key in live]
+    elif isinstance(saved, list) and isinstance(live, list) and len(saved) == len(live):
+        keys = range(len(saved))
+    else:
+        return
+    for key in keys:
+        one, other = live[key], saved[key]
+        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+            if one.dtype != other.dtype:
+                yield live, key, other
+        else:
+            yield from _cast(one, other)
+
+
 def _as_it_was(value: Any, loaded: Any) -> Any:
     """A value as it was saved: `load_state_dict` casts moments to their parameter's type, which loses bits of any kept
     in a wider one, and spoils texts. What it moved to another device stays there."""
@@ -283,6 +331,8 @@ def _restoring(name: str, components: Mapping[str, Any], state: Any) -> Callable
     inner = unwrap(component)
     kind = kind_of(name, component)
     if kind == "values":
+        if isinstance(inner, torch.optim.Optimizer):
+            return partial(load_own_layout, name, inner, lambda: _copied(state))
         return partial(inner.load_state_dict, state)
     current = component_state(name, component, components)
     if kind == "module":
@@ -296,6 +346,13 @@ def _restoring(name: str, components: Mapping[str, Any], state: Any) -> Callable
     states = {numbers.get(key, key): value for key, value in state["state"].items()}
     rest = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
     return partial(load_optimizer, inner, states, groups, rest)
+
+
+def _copied(state: Any) -> Any:
+    """The same tensors in other dicts and lists."""
+    if type(state) is dict:
+        return {key: _copied(value) for key, value in state.items()}
+    return [_copied(value) for value in state] if type(state) is list else state
 
 
 def _compare_keys(name: str, current: Mapping[str, Any], state: Mapping[str, Any]) -> None:

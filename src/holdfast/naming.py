@@ -38,7 +38,7 @@ def kind_of(name: str, component: Any) -> TreeKind:
     if isinstance(inner, torch.nn.Module):
         return "module"
     if isinstance(inner, torch.optim.Optimizer):
-        return "optimizer"
+        return "optimizer" if has_torch_layout(name, inner) else "values"
     _require_state(name, inner)
     return "values"
 
@@ -49,6 +49,47 @@ def holds_state(component: Any) -> bool:
     if not isinstance(inner, torch.nn.Module):
         return True
     return next(inner.parameters(), None) is not None or next(inner.buffers(), None) is not None
+
+
+def has_torch_layout(name: str, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer's state dict is laid out as PyTorch's are, so that its state can go by parameters' names.
+
+    It is asked once, and stays so: a component is of the same kind at every save.
+    """
+    known: bool | None = _layouts.get(optimizer)
+    if known is None:
+        try:
+            packed = optimizer.state_dict()
+        except Exception as error:
+            zero = type(optimizer).__name__ == "ZeroRedundancyOptimizer"
+            raise UsageError(
+                f"state_dict() of the optimizer raised {type(error).__name__}: {error}",
+                component=name,
+                advice="pass PerRank(optimizer.optim) in its place: it has this rank's part of the state"
+                if zero
+                else "make it work on every rank at any time, or leave the optimizer out",
+            ) from error
+        known = _layouts[optimizer] = _is_torch_layout(optimizer, packed)
+    return known
+
+
+# Whether each optimizer has PyTorch's layout.
+_layouts = WeakIdKeyDictionary()
+
+
+def _is_torch_layout(optimizer: torch.optim.Optimizer, packed: Any) -> bool:
+    """Whether `state` goes by the parameters' numbers and `param_groups` lists them in the optimizer's own order."""
+    if not isinstance(packed, Mapping) or not isinstance(packed.get("state"), Mapping):
+        return False
+    groups = packed.get("param_groups")
+    if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
+        return False
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    numbers = [group.get("params") for group in groups]
+    if not all(isinstance(some, list) for some in numbers) or [len(some) for some in numbers] != sizes:
+        return False
+    in_order = [number for some in numbers for number in some] == list(range(sum(sizes)))
+    return in_order and all(not isinstance(key, int) or 0 <= key < sum(sizes) for key in packed["state"])
 
 
 def refuse_flat_parameters(name: str, component: Any) -> None:
@@ -72,7 +113,11 @@ def scope_of(component: Any, *, rank: int, size: int, pipeline_stage: int | None
         return rank_scope(rank)
     if isinstance(component, Shared):
         return ""
-    if isinstance(unwrap(component), torch.nn.Module | torch.optim.Optimizer):
+    inner = unwrap(component)
+    # With a layout of its own it is like any other object: only comparing tells whether the ranks share its state.
+    if isinstance(inner, torch.optim.Optimizer) and not has_torch_layout("", inner):
+        return None
+    if isinstance(inner, torch.nn.Module | torch.optim.Optimizer):
         return "" if pipeline_stage is None else stage_scope(pipeline_stage)
     return None
 

@@ -55,7 +55,7 @@ from holdfast.stages.capture import Capture, Capturer
 from holdfast.stages.commit import commit
 from holdfast.stages.stage import FileLayout, asset_files, lay_out, stage, values_file
 from holdfast.stages.write import write
-from holdfast.staging import ChosenMode, Mode, Stager, is_on_device, room_for_clone
+from holdfast.staging import ChosenMode, Mode, Stager, changes_in_step_alone, is_on_device, room_for_clone
 from holdfast.writer.client import Writer, start_writer
 
 logger = logging.getLogger("holdfast")
@@ -666,7 +666,7 @@ def _best_mode(memory: Sequence[torch.Tensor]) -> tuple[Mode, str]:
 
 def _optimizers(components: Mapping[str, Any]) -> list[torch.optim.Optimizer]:
     inner = map(unwrap, components.values())
-    return [component for component in inner if isinstance(component, torch.optim.Optimizer)]
+    return [one for one in inner if isinstance(one, torch.optim.Optimizer) and changes_in_step_alone(one)]
 
 
 def _before_step(stager: weakref.ref[Stager], *_: Any) -> None:

@@ -384,6 +384,20 @@ def is_on_device(tensors: Iterable[torch.Tensor]) -> bool:
     return any(map(attrgetter("is_cuda"), tensors))
 
 
+def changes_in_step_alone(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether nothing but `step`, which runs the hooks that wait for copies, can change what the optimizer owns.
+
+    One that never called `Optimizer.__init__` runs no hooks. One with public methods of its own may change its tensors
+    in them, as the first step of SAM and `train()` and `eval()` of schedule-free optimizers do. What these own is
+    cloned, or copied in the order of the training's stream.
+    """
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks") or not getattr(type(optimizer).step, "hooked", False):
+        return False
+    own = [kind for kind in type(optimizer).__mro__ if kind.__module__.partition(".")[0] != "torch"]
+    names = {name for kind in own for name, value in vars(kind).items() if callable(value) and name[0] != "_"}
+    return names <= set(dir(torch.optim.Optimizer))
+
+
 def owned_places(optimizers: Iterable[torch.optim.Optimizer]) -> set[Place]:
     """Where the tensors lie that only an optimizer's step changes: its parameters and its state."""
     tensors: list[torch.Tensor] = []

@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
-from tests.distributed.scenes import Play, bits, run_scenes
+from holdfast.naming import unwrap
+from tests.distributed.scenes import Play, bits, caught, run_scenes, the_same_error, trees
 from tests.unit.test_odd_modules import Metric, renamed, tower
+from tests.unit.test_odd_optimizers import Lookahead
 
 TIMEOUT_SECONDS = 20.0
 
@@ -83,7 +87,82 @@ def renamed_under_fsdp(rank: int, folder: Path) -> Any:
     return _renamed(folder, lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (2,))))
 
 
+# Optimizers with a layout of their own
+
+
+def _optimizer(folder: Path, make: Any, mode: Any = "async") -> Any:
+    def parts() -> tuple[nn.Module, Any, dict[str, Any]]:
+        torch.manual_seed(1)
+        model = tower()
+        optimizer = make(model)
+        return model, optimizer, {"model": model, "optimizer": optimizer}
+
+    model, optimizer, state = parts()
+    stepped(model, unwrap(optimizer))
+    with manager_of(folder, state, mode) as manager:
+        manager.save(0)
+        stepped(model, unwrap(optimizer))
+        manager.save(1, wait=True)
+    expected = bits([model.state_dict(), unwrap(optimizer).state_dict()])
+    second, its_optimizer, state = parts()
+    with manager_of(folder, state) as manager:
+        manager.restore()
+    return bits([second.state_dict(), unwrap(its_optimizer).state_dict()]) == expected
+
+
+def a_wrapper_that_is_the_same_on_all_ranks(rank: int, folder: Path) -> Any:
+    again = _optimizer(folder, lambda model: Lookahead(torch.optim.AdamW(model.parameters())))
+    return again, [scope for name, scope in trees(folder) if name == "optimizer"]
+
+
+def a_wrapper_that_differs_from_rank_to_rank(rank: int, folder: Path) -> Any:
+    def make(model: nn.Module) -> Any:
+        optimizer = Lookahead(torch.optim.AdamW(model.parameters()))
+        optimizer.counts = (rank, 0.5)
+        return optimizer
+
+    return _optimizer(folder, make), [scope for name, scope in trees(folder) if name == "optimizer"]
+
+
+def post_local_sgd(rank: int, folder: Path) -> Any:
+    def make(model: nn.Module) -> Any:
+        averager = PeriodicModelAverager(period=4, warmup_steps=1)
+        return PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), averager)
+
+    return _optimizer(folder, make)
+
+
+def zero_redundancy(rank: int, folder: Path) -> Any:
+    model = tower()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+    return caught(lambda: manager_of(folder, {"model": model, "optimizer": optimizer}))
+
+
+def zero_redundancy_part_by_part(rank: int, folder: Path) -> Any:
+    def parts() -> tuple[nn.Module, Any, dict[str, Any]]:
+        torch.manual_seed(1)
+        model = tower()
+        optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+        return model, optimizer, {"model": model, "optimizer": holdfast.PerRank(optimizer.optim)}
+
+    model, optimizer, state = parts()
+    stepped(model, optimizer)
+    with manager_of(folder, state) as manager:
+        manager.save(0)
+    second, its_optimizer, state = parts()
+    with manager_of(folder, state) as manager:
+        manager.restore()
+    stepped(model, optimizer)
+    stepped(second, its_optimizer)
+    return bits(model.state_dict()) == bits(second.state_dict())
+
+
 SCENES = [
+    a_wrapper_that_is_the_same_on_all_ranks,
+    a_wrapper_that_differs_from_rank_to_rank,
+    post_local_sgd,
+    zero_redundancy,
+    zero_redundancy_part_by_part,
     metrics_beside_a_model,
     metrics_beside_a_model_in_the_background,
     renamed_under_ddp,
@@ -104,3 +183,14 @@ def test_modules_without_persistent_state_are_saved_by_all_ranks(play: Play, sce
 @pytest.mark.parametrize("scene", [renamed_under_ddp, renamed_under_fsdp])
 def test_keys_that_hooks_rename_come_back_on_all_ranks(play: Play, scene: Any) -> None:
     assert play(scene.__name__) == [(True, True, True, True)] * 2
+
+
+def test_an_optimizer_with_a_layout_of_its_own_is_stored_once_or_for_each_rank(play: Play) -> None:
+    assert play("a_wrapper_that_is_the_same_on_all_ranks") == [(True, [""])] * 2
+    assert play("a_wrapper_that_differs_from_rank_to_rank") == [(True, ["rank-00000", "rank-00001"])] * 2
+
+
+def test_optimizers_of_torch_distributed_resume_exactly_or_are_refused_with_the_way_out(play: Play) -> None:
+    assert play("post_local_sgd") == [True, True]
+    assert "PerRank(optimizer.optim)" in str(the_same_error(play("zero_redundancy")))
+    assert play("zero_redundancy_part_by_part") == [True, True]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from holdfast.components import PerRank, RNGState, check_rng_state
 from holdfast.errors import CorruptCheckpointError, StateMismatchError
-from holdfast.live import component_state, live_tree, load_module, load_optimizer, own_tensors, tree_of
+from holdfast.live import component_state, live_tree, load_module, load_optimizer, load_own_layout, own_tensors, tree_of
 from holdfast.naming import kind_of, optimizer_names, scopes_in_world, unwrap
 from holdfast.records import layout
 from holdfast.records.codec import Json, decode
@@ -62,6 +63,8 @@ def match(name: str, components: Mapping[str, Any], saved: SavedState, strategy:
         matcher.match_module(trees[0])
     elif fitted.kind == "optimizer":
         matcher.match_optimizer(trees[0])
+    elif matcher.is_of_another_class(trees[0]):
+        pass
     elif len(trees) == 1:
         matcher.match_values(trees[0])
     else:
@@ -189,12 +192,17 @@ class _Matcher:
 
         self.fitted.take_up = take_up
 
+    def is_of_another_class(self, tree: TreeRecord) -> bool:
+        """Whether the state is that of another class of optimizer, which strictly is a mismatch."""
+        now = type(unwrap(self.component)).__name__
+        if not self.strategy.strict or tree.type in ("", now):
+            return False
+        self.fitted.mismatched.append(f"{tree.name}: state of {tree.type} in the checkpoint, {now} now")
+        return True
+
     def match_optimizer(self, tree: TreeRecord) -> None:
         optimizer = unwrap(self.component)
-        if self.strategy.strict and tree.type not in ("", type(optimizer).__name__):
-            self.fitted.mismatched.append(
-                f"{tree.name}: state of {tree.type} in the checkpoint, {type(optimizer).__name__} now"
-            )
+        if self.is_of_another_class(tree):
             return
         names = optimizer_names(optimizer, self.components, self.fitted.component)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -239,7 +247,11 @@ class _Matcher:
             # It is taken up last, when everything else has changed: what is wrong with it must be known before. Its
             # tensors are not filled yet, so only the rest can be looked at.
             check_rng_state(state.preview)
-        self.fitted.take_up = lambda: unwrap(self.component).load_state_dict(state.value())
+        inner = unwrap(self.component)
+        if isinstance(inner, torch.optim.Optimizer):
+            self.fitted.take_up = partial(load_own_layout, self.fitted.component, inner, state.value)
+        else:
+            self.fitted.take_up = lambda: inner.load_state_dict(state.value())
 
     def match_world(self, trees: Sequence[TreeRecord], index: int, count: int) -> None:
         states = [self._decode(tree, self.saved.values(tree), "") for tree in trees]
