@@ -351,10 +351,11 @@ def _pieces(item: WriteItem, chunk: FramedChunk, planner: SavePlanner) -> Iterat
     tensor = planner.resolve_data(item).detach()
     component = chunk.leaf.partition(".")[0]
     check_storable(tensor, component=component, leaf=chunk.leaf)
-    if tuple(tensor.shape) != chunk.box.sizes or _dtype_name(tensor.dtype, chunk.leaf) != chunk.kind.name:
+    # Not the box: of an empty tensor that has parts on several ranks, one part stands for all of it.
+    planned = tuple(item.tensor_data.chunk.sizes)
+    if tuple(tensor.shape) != planned or _dtype_name(tensor.dtype, chunk.leaf) != chunk.kind.name:
         raise UsageError(
-            f"the planner planned {chunk.kind.name} {list(chunk.box.sizes)} "
-            f"and gave {tensor.dtype} {list(tensor.shape)}",
+            f"the planner planned {chunk.kind.name} {list(planned)} and gave {tensor.dtype} {list(tensor.shape)}",
             leaf=chunk.leaf,
             advice="change the item's tensor_data in create_local_plan() as resolve_data() changes the tensor",
         )

@@ -12,7 +12,10 @@ from holdfast.records.manifest import TensorRecord
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Fill `target`, a torch tensor, with a box of a leaf. `fresh`: nothing but this request knows the target yet."""
+    """Fill `target`, a torch tensor, with a box of a leaf. `fresh`: nothing but this request knows the target yet.
+
+    A request of which only the bytes are checked, not read, needs no target: it is None.
+    """
 
     leaf: TensorRecord
     box: Box

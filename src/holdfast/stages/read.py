@@ -446,13 +446,14 @@ def _damages(job: _Job, places: Iterable[tuple[int, int]]) -> list[Problem]:
 
 @dataclass(frozen=True, slots=True)
 class _Overlap:
-    """What a request and a chunk share: the box in the chunk, the bytes that it spans there, and its tensor."""
+    """What a request and a chunk share: the box in the chunk, the bytes that it spans there, and the same box in the
+    request; None when it is all of the request."""
 
     chunk: ChunkRecord
     region: Region
     inner: Box
     span: Span
-    target: torch.Tensor
+    wanted: Box | None
 
 
 def _overlaps(request: Request, checkpoint: Checkpoint) -> Iterator[_Overlap]:
@@ -461,13 +462,12 @@ def _overlaps(request: Request, checkpoint: Checkpoint) -> Iterator[_Overlap]:
         box = chunk.box
         region = Region(chunk.start, box.volume * item, block_bytes, chunk.digests)
         if box == request.box:
-            yield _Overlap(chunk, region, whole(chunk.sizes), Span(0, box.volume, True), request.target)
+            yield _Overlap(chunk, region, whole(chunk.sizes), Span(0, box.volume, True), None)
             continue
         shared = box.overlap(request.box)
         if shared is not None:
             inner = shared.relative_to(box)
-            target = _narrow(request.target, shared.relative_to(request.box))
-            yield _Overlap(chunk, region, inner, span_of(inner, chunk.sizes), target)
+            yield _Overlap(chunk, region, inner, span_of(inner, chunk.sizes), shared.relative_to(request.box))
 
 
 def _checks(request: Request, checkpoint: Checkpoint) -> Iterator[_Job]:
@@ -481,26 +481,30 @@ def _checks(request: Request, checkpoint: Checkpoint) -> Iterator[_Job]:
 def _fills(request: Request, checkpoint: Checkpoint, readers: int, later: DeviceChecks) -> Iterator[_Job]:
     once = readers == 1 or request.box.sizes != request.leaf.shape
     for overlap in _overlaps(request, checkpoint):
-        if not (overlap.span.dense and is_dense(overlap.target)):
-            yield from _scattered(request.leaf, overlap, once)
-        elif overlap.target.is_cpu:
-            yield from _to_memory(request.leaf, overlap, once)
+        # Only here, where there is a target: a request whose bytes are only checked has none.
+        target = request.target if overlap.wanted is None else _narrow(request.target, overlap.wanted)
+        if not (overlap.span.dense and is_dense(target)):
+            yield from _scattered(request.leaf, overlap, target, once)
+        elif target.is_cpu:
+            yield from _to_memory(request.leaf, overlap, target, once)
         else:
             # Only what nobody uses yet may hold bytes that are still to be checked.
-            lands = request.fresh and later.takes(overlap.target.device)
-            yield from _to_device(request.leaf, overlap, once, lands)
+            lands = request.fresh and later.takes(target.device)
+            yield from _to_device(request.leaf, overlap, target, once, lands)
 
 
-def _to_memory(leaf: TensorRecord, overlap: _Overlap, once: bool) -> Iterator[_Job]:
-    address = overlap.target.data_ptr()
+def _to_memory(leaf: TensorRecord, overlap: _Overlap, target: torch.Tensor, once: bool) -> Iterator[_Job]:
+    address = target.data_ptr()
     region, file = overlap.region, overlap.chunk.file
     first = overlap.span.start * leaf.item_bytes
     for start, end in _pieces(region, first, first + overlap.span.length * leaf.item_bytes):
         yield _Job(leaf.name, file, region, start, end, address + start - first, once=once)
 
 
-def _to_device(leaf: TensorRecord, overlap: _Overlap, once: bool, lands: bool) -> Iterator[_Job]:
-    flat = overlap.target.view(-1).view(torch.uint8)
+def _to_device(
+    leaf: TensorRecord, overlap: _Overlap, whole_target: torch.Tensor, once: bool, lands: bool
+) -> Iterator[_Job]:
+    flat = whole_target.view(-1).view(torch.uint8)
     region, file = overlap.region, overlap.chunk.file
     first = overlap.span.start * leaf.item_bytes
     for start, end in _pieces(region, first, first + flat.numel()):
@@ -519,7 +523,7 @@ def _devices_that_check(requests: Sequence[Request]) -> list[torch.device]:
     return [device for device, size in sizes.items() if size >= _DEVICE_CHECKS_FROM_BYTES]
 
 
-def _scattered(leaf: TensorRecord, overlap: _Overlap, once: bool) -> Iterator[_Job]:
+def _scattered(leaf: TensorRecord, overlap: _Overlap, whole_target: torch.Tensor, once: bool) -> Iterator[_Job]:
     """What does not lie in one stretch goes some rows at a time."""
     item = leaf.item_bytes
     dtype = torch_dtype(leaf.dtype)
@@ -527,7 +531,7 @@ def _scattered(leaf: TensorRecord, overlap: _Overlap, once: bool) -> Iterator[_J
     strides = strides_of(chunk.sizes)
     for part in _row_groups(inner, strides[0] * item if strides else item, overlap.region.block_bytes):
         span = span_of(part, chunk.sizes)
-        target = _narrow(overlap.target, part.relative_to(inner))
+        target = _narrow(whole_target, part.relative_to(inner))
         start, end = span.start * item, (span.start + span.length) * item
         place = partial(_copy_scattered, target, dtype, part.sizes, strides)
         yield _Job(leaf.name, chunk.file, overlap.region, start, end, place=place, device=target.device, once=once)
