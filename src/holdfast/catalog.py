@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import time
 import uuid
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -64,8 +65,9 @@ from holdfast.storage.base import Storage
 
 logger = logging.getLogger("holdfast")
 
-# How often the record of a run is looked for again when another process creates or mends it at the same time.
-_TRIES = 8
+# The record of a run is looked for again when another process creates or mends it at the same time: a file server may
+# remember for a while that it was not there.
+_RUN_PAUSES_SECONDS = (0.0, 0.0, 0.05, 0.2, 0.8, 3.2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -354,7 +356,7 @@ class Catalog:
     def open_run(self) -> str:
         """Return the run's id. The record is created by the first process that comes; the others read it. One that is
         damaged, or was lost, is written again with the id that the newest checkpoint has."""
-        for _ in range(_TRIES):
+        for pause in _RUN_PAUSES_SECONDS:
             try:
                 existing = self.read_run()
             except DamagedRecordError as error:
@@ -367,10 +369,16 @@ class Catalog:
             try:
                 self.storage.put(layout.RUN_KEY, encode_record(record))
             except KeyExistsError:
-                continue  # another process was faster
+                time.sleep(pause)  # another process was faster
+                continue
             self.storage.sync("")
             return record.run_id
-        raise StorageError("the record of the run exists and cannot be read", run=self.storage.url, file=layout.RUN_KEY)
+        raise StorageError(
+            "the record of the run exists, but reading it finds nothing",
+            run=self.storage.url,
+            file=layout.RUN_KEY,
+            advice="save again; if this goes on, look at the storage",
+        )
 
     def _remove_damaged_run(self, damage: DamagedRecordError) -> None:
         try:

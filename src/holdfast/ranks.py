@@ -9,6 +9,7 @@ cannot deadlock with the training's own traffic and does not care whether the gr
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -18,6 +19,8 @@ import msgspec
 
 from holdfast.errors import RankError, UsageError, error_from_record, error_record
 from holdfast.records.wire import from_msgpack
+
+logger = logging.getLogger("holdfast")
 
 Mine = TypeVar("Mine")
 Choice = TypeVar("Choice")
@@ -422,6 +425,7 @@ class _TorchStore:
         self._original = original
         self._store = _cloned(original)
         self._compares = True
+        self._warned = False
 
     def branch(self) -> _TorchStore:
         return _TorchStore(self._original)
@@ -435,11 +439,20 @@ class _TorchStore:
         if self._compares:
             try:
                 found = bytes(self._store.compare_set(key, _NO_VALUE, _NO_VALUE))
-            except (NotImplementedError, RuntimeError):
+            except NotImplementedError:
                 self._compares = False
+                logger.info("this store of torch.distributed cannot compare: agreements take two messages for one")
+            except RuntimeError as error:
+                # The other way shows whether the store is gone. If it is not, the next call takes this way again.
+                self._note_failure(error)
             else:
                 return None if found == _NO_VALUE.encode() else found
         return bytes(self._store.get(key)) if self._store.check([key]) else None
+
+    def _note_failure(self, error: RuntimeError) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning("the store of torch.distributed failed once, and is asked again: %s", error)
 
     def delete(self, key: str) -> None:
         self._store.delete_key(key)

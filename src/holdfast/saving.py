@@ -525,6 +525,11 @@ class Saver:
         if self._writer is not None and self._writer.is_gone():
             if self._writer.may_still_read:
                 self._stager.close()
+            elif self._pending is not None and self._pending.error is None:
+                # Nobody was told of it: the last save was through when it ended.
+                logger.warning(
+                    "%s after step %d; a new one is started", self._writer.how_it_ended(), self._pending.step
+                )
             self._writer.leave()
             self._writer = None
 

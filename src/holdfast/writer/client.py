@@ -7,6 +7,7 @@ by a thread of this process, with the same code behind the same line.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -24,9 +25,12 @@ from holdfast.storage.base import Storage
 from holdfast.writer.launch import start_process
 from holdfast.writer.line import Line
 
+logger = logging.getLogger("holdfast")
+
 __all__ = ["Writer", "start_writer"]
 
 _LEAVE_SECONDS = 5.0
+_END_SECONDS = 1.0
 # Orders are small, and a writer between two saves does nothing but wait for them.
 _SEND_SECONDS = 60.0
 
@@ -39,33 +43,36 @@ def start_writer(storage: Storage) -> Writer:
         process = start_process(theirs.fileno())
         theirs.close()
         return Writer(ours, process, None)
-    thread = _start_thread(theirs, storage)
+    thread = _WriterThread(Line(theirs, Order), storage)
+    thread.start()
     return Writer(ours, None, thread)
 
 
-def _start_thread(theirs: socket.socket, storage: Storage) -> threading.Thread:
-    from holdfast.writer.serve import serve
+class _WriterThread(threading.Thread):
+    """A writer in this process. `error` is what ended it, when it did not end by order."""
 
-    line = Line(theirs, Order)
-    thread = threading.Thread(
-        target=_run_quietly, args=(lambda: serve(line, lambda url: storage, lambda: False),), daemon=True
-    )
-    thread.name = "holdfast-writer"
-    thread.start()
-    return thread
+    def __init__(self, line: Line, storage: Storage) -> None:
+        super().__init__(name="holdfast-writer", daemon=True)
+        self._line = line
+        self._storage = storage
+        self.error: BaseException | None = None
 
+    def run(self) -> None:
+        from holdfast.writer.serve import serve
 
-def _run_quietly(work: Callable[[], None]) -> None:
-    with contextlib.suppress(BaseException):
-        # Whatever it is was said over the line, or the line's end says it.
-        work()
+        try:
+            serve(self._line, lambda url: self._storage, lambda: False)
+        except BaseException as error:
+            # Raised here it would reach nobody; the line's end alone says that something happened, and not what.
+            self.error = error
+            logger.warning("the writer thread ended by an error: %r", error, exc_info=True)
 
 
 class Writer:
     """One writer, as long as it lives."""
 
     def __init__(
-        self, ours: socket.socket, process: subprocess.Popen[bytes] | None, thread: threading.Thread | None
+        self, ours: socket.socket, process: subprocess.Popen[bytes] | None, thread: _WriterThread | None
     ) -> None:
         self._line = Line(ours, Answer)
         self._process = process
@@ -154,24 +161,36 @@ class Writer:
             return self._process.poll() is not None
         return self._thread is not None and not self._thread.is_alive()
 
-    def _gone(self) -> SaveFailedError:
-        how = "ended"
+    def how_it_ended(self) -> str:
+        """Return what is known of the end of a writer that is gone, as a sentence without its end."""
+        if self._thread is not None:
+            self._thread.join(_END_SECONDS)
+            error = self._thread.error
+            return "the writer thread ended" if error is None else f"the writer thread failed ({error!r})"
+        code = None
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(1.0)
-            code = self._process.returncode
-            if code is not None and code < 0:
-                how = f"was killed by {signal.Signals(-code).name}"
-            elif code is not None:
-                how = f"ended with status {code}"
+                code = self._process.wait(_END_SECONDS)
+        if code is not None and code < 0:
+            return f"the writer process was killed by {_signal_name(-code)}"
+        return "the writer process ended" if code is None else f"the writer process ended with status {code}"
+
+    def _gone(self) -> SaveFailedError:
         return SaveFailedError(
-            f"the writer process {how} before the save was committed",
+            f"{self.how_it_ended()} before the save was committed",
             advice="every older checkpoint is untouched, and the next save starts a new writer",
         )
 
     def let_go_in_child(self) -> None:
         """A forked child has no part in this: it must not hold the line open when the trainer is gone."""
         self._line.close()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # one of the real-time signals between the first and the last, which have no names
+        return f"signal {number}"
 
 
 class _Watch:
