@@ -19,7 +19,8 @@
     |       `-- AttemptClosedError                     an attempt that can never be committed any more
     `-- UnsafeContentError                             content that could run code or escape its target
 
-Every error is made from fields, so that it can cross to other ranks as its type and fields and be the same there.
+Every error is made from fields, so that it can cross to other ranks as its type and fields and be the same there. A
+subclass that a plug-in defines crosses like those of this module, to ranks that have imported it, too.
 The message is built from the fields: what happened, where, and what to do about it.
 """
 
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 import builtins
 import errno as errno_names
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -52,6 +54,13 @@ __all__ = [
 ]
 
 _SHOWN_NAMES = 8
+# Every class of this tree that this process has imported, plug-ins' too, by module and name. A record names a class;
+# this is the only place where it is looked for.
+_known: weakref.WeakValueDictionary[str, type[HoldfastError]] = weakref.WeakValueDictionary()
+
+
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 class HoldfastError(Exception):
@@ -97,9 +106,13 @@ class HoldfastError(Exception):
         values = {name: getattr(self, name) for name in (*names, *self._extra_names)}
         return {name: value for name, value in values.items() if value not in (None, "", ())}
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        _known[_full_name(cls)] = cls
+
     def at(self, **where: Any) -> HoldfastError:
         """The same error with more of its place known; what was known already stays."""
-        return type(self)(**{**where, **self.fields})
+        return _rebuild(type(self), {**where, **self.fields})
 
     def _message(self) -> str:
         where = ", ".join(self._where())
@@ -136,6 +149,9 @@ class HoldfastError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.fields)
+
+
+_known[_full_name(HoldfastError)] = HoldfastError
 
 
 class UsageError(HoldfastError, ValueError):
@@ -273,16 +289,19 @@ class UnsafeContentError(HoldfastError):
 def error_record(error: BaseException) -> dict[str, Any]:
     """An error as plain values, to send to other ranks."""
     fields = error.fields if isinstance(error, HoldfastError) else {"problem": str(error) or repr(error)}
-    return {"type": type(error).__name__, "fields": _sendable(fields)}
+    types = [_full_name(cls) for cls in type(error).__mro__ if issubclass(cls, HoldfastError)]
+    return {"type": type(error).__name__, "types": types, "fields": _sendable(fields)}
 
 
 def error_from_record(record: Mapping[str, Any]) -> HoldfastError:
-    """The error that another rank had, of the same type and with the same fields."""
+    """Return the error that another rank had, with the same fields and of the same type, or, where this process has not
+    imported that, of the nearest base that it has. Nothing is imported by a name."""
     name, fields = str(record["type"]), dict(record["fields"])
-    cls = globals().get(name)
-    if isinstance(cls, type) and issubclass(cls, HoldfastError):
-        return cls(**fields)
-    fields["problem"] = f"{name}: {fields['problem']}"
+    for full_name in record.get("types", ()):
+        cls = _known.get(full_name)
+        if cls is not None:
+            return _rebuild(cls, fields if cls.__name__ == name else _named(name, fields))
+    fields = _named(name, fields)
     foreign = getattr(builtins, name, None)
     if isinstance(foreign, type) and issubclass(foreign, OSError):
         return StorageError(**fields)
@@ -303,8 +322,33 @@ def _sendable(value: Any) -> Any:
     return _sendable(str(value))
 
 
+def _named(name: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of an error that is not of the type that it should be, with that type's name in its text."""
+    return {**fields, "problem": f"{name}: {fields['problem']}"}
+
+
 def _rebuild(cls: type[HoldfastError], fields: dict[str, Any]) -> HoldfastError:
+    """Return an error of this class with these fields; one of its nearest base, where the class allows neither."""
+    for make in (_constructed, _filled):
+        try:
+            error = make(cls, fields)
+            str(error)
+        except Exception:
+            continue
+        return error
+    base = next(base for base in cls.__mro__[1:] if issubclass(base, HoldfastError))
+    return _rebuild(base, _named(cls.__name__, fields))
+
+
+def _constructed(cls: type[HoldfastError], fields: dict[str, Any]) -> HoldfastError:
     return cls(**fields)
+
+
+def _filled(cls: type[HoldfastError], fields: dict[str, Any]) -> HoldfastError:
+    """A plug-in's constructor may take something else than fields: pass it by."""
+    error = cls.__new__(cls)
+    HoldfastError.__init__(error, **fields)
+    return error
 
 
 def _listing(names: Sequence[str]) -> str:

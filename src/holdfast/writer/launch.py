@@ -7,11 +7,16 @@ the packages that the writer needs are found in the very folders from which this
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
 import sys
+from types import ModuleType
+
+import blake3
+import msgspec
+
+import holdfast
 
 __all__ = ["start_process"]
 
@@ -32,7 +37,7 @@ sys.path += [entry for entry in further if entry not in sys.path]
 from holdfast.writer.process import main
 main()
 """
-_PACKAGES = ("holdfast", "blake3", "msgspec")
+_PACKAGES = (holdfast, blake3, msgspec)
 # Those that say how text is encoded and whether byte code is written: they must be as in this process.
 _KEPT_VARIABLES = {"PYTHONUTF8", "PYTHONCOERCECLOCALE", "PYTHONDONTWRITEBYTECODE"}
 
@@ -54,11 +59,10 @@ def start_process(handle: int) -> subprocess.Popen[bytes]:
 
 def _package_folders() -> dict[str, str]:
     """Return, for each package that the writer needs, the folder in which this process found it."""
-    return {name: _folder_of(name) for name in _PACKAGES}
+    return {package.__name__: _folder_of(package) for package in _PACKAGES}
 
 
-def _folder_of(name: str) -> str:
-    module = importlib.import_module(name)
+def _folder_of(module: ModuleType) -> str:
     file = os.path.abspath(module.__file__ or "")
     return os.path.dirname(os.path.dirname(file) if hasattr(module, "__path__") else file)
 
