@@ -225,16 +225,6 @@ def test_a_planner_of_ones_own_works_for_tensors_and_is_refused_for_pickles(tmp_
     assert manifests(tmp_path) == ["step-000000000"]
 
 
-def test_a_cached_plan_is_refused_before_anything_is_claimed(tmp_path: pathlib.Path) -> None:
-    state = {"m": {"w": torch.ones(3)}}
-    dcp.save(state, storage_writer=HoldfastWriter(tmp_path), planner=DefaultSavePlanner(enable_plan_caching=True))
-    with pytest.raises(CheckpointException) as failure:
-        dcp.save(state, storage_writer=HoldfastWriter(tmp_path), planner=DefaultSavePlanner(enable_plan_caching=True))
-    assert isinstance(error_of(failure), UsageError)
-    assert "enable_plan_caching" in str(error_of(failure))
-    assert [path.name for path in tmp_path.glob("step-*")] == ["step-000000000"]
-
-
 def test_no_pickle_is_on_the_disk(tmp_path: pathlib.Path) -> None:
     state = {**state_of(*train()), "epoch": 1, "path": pathlib.Path("x"), "pair": (1, 2.0)}
     dcp.save(state, storage_writer=HoldfastWriter(tmp_path))

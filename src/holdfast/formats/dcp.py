@@ -9,8 +9,14 @@ the manifest and the order in which they become durable are those of any other c
 Names. PyTorch flattens a state dict to dotted keys. The part of a key before its first dot is the component when it can
 be one, and the key is the leaf's name: `model.layers.0.weight` is a leaf of `model`. Every other key, such as `epoch`,
 goes into one more component, `state`, as the leaf `state.epoch`. A component's values are nested as they were in the
-state dict. The manifest's `extra` has a note, `dcp`: `loose` is that one more component, and `flat` are the components
-that were no dict of their own, but the front of dotted keys.
+state dict. The manifest's `extra` has a note, `dcp`: `loose` is that one more component, `flat` are the components that
+were no dict of their own, but the front of dotted keys, `whole` are the keys whose value is a dict or a list that the
+planner did not flatten, and `save_id` is the id of the save as PyTorch has it.
+
+The lease. PyTorch calls no method of a writer when a save fails elsewhere: on another rank, in the planner, by an
+interrupt. So a thread of the coordinator looks whether the call that the save is part of still runs, and releases the
+run when it has ended. Releasing it too early would be safe: the lease's number fences, so a save is committed only if
+no other writer came.
 """
 
 from __future__ import annotations
@@ -19,19 +25,26 @@ import io
 import logging
 import os
 import platform
+import sys
+import threading
+import uuid
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from types import FrameType
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import torch
 from blake3 import blake3
 from torch.distributed.checkpoint import StorageReader, StorageWriter
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
@@ -66,7 +79,7 @@ from holdfast.records.targets import Request
 from holdfast.records.tensorfile import FramedChunk, frame
 from holdfast.records.wire import from_json
 from holdfast.stages.commit import commit
-from holdfast.stages.read import check_bytes, read
+from holdfast.stages.read import check_bytes, check_sizes, read
 from holdfast.stages.resolve import Location, resolve
 from holdfast.stages.stage import split, values_file
 from holdfast.stages.write import write
@@ -85,19 +98,113 @@ _LOOSE = "state"
 _PIECE_BYTES = 32 * BLOCK_BYTES
 _BATCH_BYTES = 1 << 30
 _MAX_VALUES_BYTES = 4 << 30
+_FUNCTION_OF_SAVE = "_save_state_dict"
+_LOOK_SECONDS = 0.25
 
 
 # The writer
 
+_NO_OPTION = {
+    "single_file_per_rank": "a rank writes one file, and another only for a tensor that it has several pieces of",
+    "sync_files": "a checkpoint is committed only after its files are durable",
+    "thread_count": "one thread writes as fast as the disk takes it",
+    "per_thread_copy_ahead": "a tensor is copied from its device while the one before is written",
+    "cache_staged_state_dict": "give async_save an async_stager, which keeps its buffers",
+    "overwrite": "a committed checkpoint never changes; a save adds one, and a reader takes the latest",
+    "serialization_format": "tensors are stored as safetensors, values by the typed codec",
+    "_extensions": "files are read by their digests and offsets, so they cannot be transformed",
+    "_extension_registry": "files are read by their digests and offsets, so they cannot be transformed",
+}
 
-class _Duty(msgspec.Struct, frozen=True):
+
+def _refuse_options(options: Mapping[str, Any], kind: str) -> None:
+    for name in options:
+        if name not in _NO_OPTION:
+            raise TypeError(f"{kind}() got an unexpected keyword argument {name!r}")
+        raise UsageError(f"{kind} has no option {name}: {_NO_OPTION[name]}", advice="leave it out")
+
+
+class _Hold:
+    """The lease of one save, on the coordinator. Released at the latest when the call of `dcp.save` ends."""
+
+    def __init__(self, lease: Lease) -> None:
+        self._lease = lease
+        self._released = threading.Event()
+        call = _frame_of_save()
+        if call is not None:
+            watched = (call, threading.get_ident(), lease, self._released)
+            threading.Thread(target=_release_after, args=watched, name="holdfast-dcp", daemon=True).start()
+        # For a caller that is not PyTorch, and drops the writer in the middle of a save.
+        weakref.finalize(self, _release, lease, self._released)
+
+    def release(self) -> None:
+        _release(self._lease, self._released)
+
+
+def _frame_of_save() -> FrameType | None:
+    """Return the frame of PyTorch's function that carries this thread's save through from beginning to end."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_name != _FUNCTION_OF_SAVE:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame
+
+
+def _release_after(call: FrameType, thread: int, lease: Lease, released: threading.Event) -> None:
+    """Release the lease when a call has ended. An exception that is kept keeps the frame, but not on the stack."""
+    while not released.wait(_LOOK_SECONDS):
+        frame = sys._current_frames().get(thread)
+        while frame is not None and frame is not call:
+            frame = frame.f_back
+        if frame is None:
+            _release(lease, released)
+
+
+def _release(lease: Lease, released: threading.Event) -> None:
+    released.set()
+    lease.release()
+
+
+@dataclass(frozen=True)
+class _Duty:
     """What the coordinator tells one rank, in its plan's `storage_data`."""
 
     folder: str
+    claim: str
     rank: int
     size: int
     step: int
     loose: str
+
+    def __reduce__(self) -> Any:
+        return _received, (self.folder, self.claim, self.rank, self.size, self.step, self.loose)
+
+
+class _Call(threading.local):
+    """The duty of the save that this thread is in."""
+
+    duty: Callable[[], _Duty | None] = staticmethod(lambda: None)
+
+
+_call = _Call()
+
+
+def _received(folder: str, claim: str, rank: int, size: int, step: int, loose: str) -> _Duty:
+    """Rebuild the duty that the coordinator sent. A planner that caches plans drops what it came in, so it is noted."""
+    duty = _Duty(folder, claim, rank, size, step, loose)
+    _call.duty = weakref.ref(duty)
+    return duty
+
+
+def _duty_of(plan: SavePlan) -> _Duty:
+    """Return the duty of this save. A plan from a planner's cache has that of the save for which it was made."""
+    found = plan.storage_data
+    sent = _call.duty()
+    if not isinstance(found, _Duty):
+        raise UsageError(
+            f"the plan was made for another storage writer, with {type(found).__name__} as its storage_data",
+            advice="let a planner with enable_plan_caching=True save through one kind of writer only",
+        )
+    return found if sent is None or sent is found else replace(sent, loose=found.loose)
 
 
 class _StoredTensor(msgspec.Struct, frozen=True):
@@ -105,12 +212,14 @@ class _StoredTensor(msgspec.Struct, frozen=True):
 
     leaf: TensorRecord
     file: FileRecord
+    loose: str
 
 
 class _StoredValue(msgspec.Struct, frozen=True):
     """One item that is no tensor, encoded. The coordinator writes it: an item is small, and a tree is one file's."""
 
     value: Any
+    loose: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +227,13 @@ class _Attempt:
     """What the coordinator decided about the save that is under way."""
 
     folder: str
+    claim: str
     step: int
     parent: str | None
-    loose: str
     line: tuple[tuple[int, int], ...]
     lease: int
     lease_token: str
+    save_id: str
 
 
 class HoldfastWriter(StorageWriter):  # type: ignore[misc]
@@ -132,52 +242,71 @@ class HoldfastWriter(StorageWriter):  # type: ignore[misc]
     run: the folder or URL of the run. step: the training step; None takes one more than the latest checkpoint's, or 0.
     The checkpoint continues the latest one; a step which that line has committed is refused. Values that are no
     tensors are stored by the typed codec, never pickled, so the planner must be able to look up the object itself.
+    The run is leased for the time of a save, also of one that fails.
     """
 
-    def __init__(self, run: Location, *, step: int | None = None) -> None:
+    def __init__(self, run: Location, *, step: int | None = None, **options: Any) -> None:
+        _refuse_options(options, "HoldfastWriter")
         self._run = run
-        self._step = None if step is None else layout.check_step(step)
+        self._given_step = self._step = None if step is None else layout.check_step(step)
+        self.save_id = str(uuid.uuid4())
         self._attempt: _Attempt | None = None
+        self._hold: _Hold | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the save that is under way: it is this process's."""
+        kept = ("_run", "_given_step", "_step", "save_id")
+        return {name: self.__dict__[name] for name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._attempt = None
+        self._hold = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Take another run, or, of a path such as `RUN/step-000000500`, another run and a step."""
-        self._attempt = None
+        self._give_up()
+        self.save_id = str(uuid.uuid4())
         if checkpoint_id is None:
             return
         head, _, tail = os.fspath(checkpoint_id).rstrip("/").rpartition("/")
         parsed = layout.parse_folder(tail)
         self._run = (head or ".") if parsed else checkpoint_id
-        self._step = parsed.step if parsed else self._step
+        self._step = parsed.step if parsed else self._given_step
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
             raise UsageError("use_collectives=False", advice="a checkpoint is one for all ranks, who must agree on it")
-        self._attempt = None
+        self._give_up()
         self._catalog = Catalog(open_storage(self._run))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        _refuse_cached(plan)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Decide the folder. Nothing is touched before the plans are known to be ones that can be written."""
-        for plan in plans:
-            _refuse_cached(plan)
         plans = _without_empty_pieces(plans)
         loose = _loose_component([item.index.fqn for plan in plans for item in plan.items])
-        self._attempt = attempt = self._claim(len(plans), loose)
-        return [
-            replace(plan, storage_data=_Duty(attempt.folder, rank, len(plans), attempt.step, loose))
-            for rank, plan in enumerate(plans)
+        attempt = self._attempt = self._claim(len(plans))
+        duties = [
+            _Duty(attempt.folder, attempt.claim, rank, len(plans), attempt.step, loose) for rank in range(len(plans))
         ]
+        # Where there is one process alone, nothing is sent.
+        _call.duty = weakref.ref(duties[0])
+        return [replace(plan, storage_data=duty) for plan, duty in zip(plans, duties, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's tensors. What cannot be stored is found before the first byte, as far as it can be."""
-        duty: _Duty = plan.storage_data
+        duty = _duty_of(plan)
         try:
+            self._catalog.require_claim(duty.folder, duty.claim)
             results = _write_items(plan.items, planner, duty, self._catalog)
         except HoldfastError as error:
+            self._give_up()
             raise error.at(step=duty.step, rank=duty.rank) from error
+        except BaseException:
+            self._give_up()
+            raise
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -186,21 +315,37 @@ class HoldfastWriter(StorageWriter):  # type: ignore[misc]
         """Commit, on the coordinator: every rank's tensors are durable, the values follow, the manifest is last."""
         if self._attempt is None:
             raise UsageError("finish() came before prepare_global_plan()")
-        checkpoint = _commit(self._attempt, metadata.planner_data, results, self._catalog)
-        logger.info(
-            "committed step %d: %.1f MiB to %s", checkpoint.step, checkpoint.size_bytes / 2**20, checkpoint.path
-        )
-        self._catalog.point_latest(checkpoint.folder)
-        self._lease.release()
+        try:
+            checkpoint = _commit(self._attempt, metadata.planner_data, results, self._catalog)
+            logger.info(
+                "committed step %d: %.1f MiB to %s", checkpoint.step, checkpoint.size_bytes / 2**20, checkpoint.path
+            )
+            self._catalog.point_latest(checkpoint.folder)
+        finally:
+            self._give_up()
+        metadata.storage_data = {result.index: _place_of(result) for rank in results for result in rank}
+        metadata.storage_meta = self.storage_meta()
+        metadata.version = CURRENT_DCP_VERSION
 
     def storage_meta(self) -> StorageMeta | None:
-        return StorageMeta(checkpoint_id=self._run if isinstance(self._run, str | os.PathLike) else None)
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str] | None:
+        """The run that the next save goes to; None when it was given as a storage."""
+        return self._run if isinstance(self._run, str | os.PathLike) else None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return _is_location(checkpoint_id)
 
-    def _claim(self, size: int, loose: str) -> _Attempt:
+    def _give_up(self) -> None:
+        """Release the run, if this writer has it: the save is over, in one way or another."""
+        if self._hold is not None:
+            self._hold.release()
+        self._attempt = self._hold = None
+
+    def _claim(self, size: int) -> _Attempt:
         scan = self._catalog.scan()
         latest = scan.checkpoints[0] if scan.checkpoints else None
         step = self._step
@@ -216,19 +361,15 @@ class HoldfastWriter(StorageWriter):  # type: ignore[misc]
                 advice="a committed checkpoint never changes; save another step",
             )
         self._catalog.open_run()
-        self._lease = Lease.acquire(self._catalog.storage, close_attempts=self._catalog.close_attempts)
-        first = self._lease.floor.first_attempt(step)
-        folder, _ = self._catalog.claim(step, size, lease=self._lease.number, first=first)
-        return _Attempt(folder, step, parent, loose, line_after(line), self._lease.number, self._lease.token)
-
-
-def _refuse_cached(plan: SavePlan) -> None:
-    # A rank that takes its plan from the planner's cache never sees this save's folder, only the last one's.
-    if not plan.usable:
-        raise UsageError(
-            "the planner reuses the plan of another save",
-            advice="build the planner with enable_plan_caching=False",
-        )
+        lease = Lease.acquire(self._catalog.storage, close_attempts=self._catalog.close_attempts)
+        self._hold = _Hold(lease)
+        try:
+            first = lease.floor.first_attempt(step)
+            folder, claim = self._catalog.claim(step, size, lease=lease.number, first=first)
+        except BaseException:
+            self._give_up()
+            raise
+        return _Attempt(folder, claim, step, parent, line_after(line), lease.number, lease.token, self.save_id)
 
 
 def _without_empty_pieces(plans: list[SavePlan]) -> list[SavePlan]:
@@ -271,13 +412,17 @@ def _leaf_name(fqn: str, loose: str) -> str:
 
 
 def _write_items(items: Sequence[WriteItem], planner: SavePlanner, duty: _Duty, catalog: Catalog) -> list[WriteResult]:
-    values = [(item, _StoredValue(_encoded(item, planner))) for item in items if item.type == WriteItemType.BYTE_IO]
+    values = [
+        (item, _StoredValue(_encoded(item, planner), duty.loose))
+        for item in items
+        if item.type == WriteItemType.BYTE_IO
+    ]
     tensors = {_chunk_of(item, duty.loose): item for item in items if item.type != WriteItemType.BYTE_IO}
     files = _tensor_files(tensors, planner, duty.rank)
     created: list[str] = []
     try:
         receipt = write(duty.folder, files, (), catalog.storage, on_created=created.append)
-    except Exception:
+    except BaseException:
         _discard(created, duty, catalog)
         raise
     results = [WriteResult(item.index, 0, stored) for item, stored in values]
@@ -285,7 +430,7 @@ def _write_items(items: Sequence[WriteItem], planner: SavePlanner, duty: _Duty, 
     by_place = {(chunk.leaf, chunk.box): item for chunk, item in tensors.items()}
     for leaf, record in receipt.chunks:
         item = by_place[leaf, record.box]
-        stored = _StoredTensor(_record_of(leaf, item, record), records[record.file])
+        stored = _StoredTensor(_record_of(leaf, item, record), records[record.file], duty.loose)
         results.append(WriteResult(item.index, stored.leaf.size_bytes, stored))
     return results
 
@@ -372,18 +517,44 @@ def _discard(names: Iterable[str], duty: _Duty, catalog: Catalog) -> None:
 
 
 def _commit(attempt: _Attempt, paths: Any, results: list[list[WriteResult]], catalog: Catalog) -> Checkpoint:
+    loose = _one_loose_component(results)
     leaves = _whole_leaves([result.storage_data.leaf for result in _of(results, _StoredTensor)])
     values = {result.index.fqn: result.storage_data.value for result in _of(results, _StoredValue)}
     fqns = {result.index.fqn: result.storage_data for rank in results for result in rank}
-    trees, flat = _trees_of(_nested_items(fqns, attempt.loose, paths), attempt.loose, values)
+    trees, flat = _trees_of(_nested_items(fqns, loose, paths), loose, values)
     receipts = [_receipt(rank) for rank in results]
     if trees:
         file = values_file(layout.SHARED_VALUES, trees)
         shared = write(attempt.folder, (), [file], catalog.storage)
         receipts[0] = Receipt((*receipts[0].files, *shared.files), receipts[0].chunks)
     records = tuple(TreeRecord(component=name, kind="values", file=layout.SHARED_VALUES) for name in trees)
-    note = {"loose": attempt.loose if attempt.loose in trees else None, "flat": flat}
+    note = {
+        "loose": loose if loose in trees else None,
+        "flat": flat,
+        "whole": sorted(fqn for fqn, value in values.items() if not _is_leaf(value)),
+        "save_id": attempt.save_id,
+    }
     return commit(_facts(attempt, note), Listing(tuple(leaves), records), receipts, catalog)
+
+
+def _one_loose_component(results: list[list[WriteResult]]) -> str:
+    """Return the component of the keys that name none, when all ranks used the same one."""
+    names = {result.storage_data.loose for rank in results for result in rank}
+    if len(names) > 1:
+        raise UsageError(
+            f"the plans of some ranks come from the planner's cache, those of others are new, and they store keys "
+            f"without a component under different names: {', '.join(sorted(names))}",
+            advice="save this state dict with enable_plan_caching=False",
+        )
+    return names.pop() if names else _LOOSE
+
+
+def _place_of(result: WriteResult) -> _StorageInfo:
+    """Return where an item lies, as PyTorch's own storage describes it, relative to the checkpoint's folder."""
+    stored = result.storage_data
+    if isinstance(stored, _StoredTensor):
+        return _StorageInfo(stored.leaf.chunks[0].file, stored.leaf.chunks[0].start, stored.leaf.size_bytes)
+    return _StorageInfo(layout.SHARED_VALUES, 0, 0)
 
 
 def _of(results: list[list[WriteResult]], kind: type) -> list[WriteResult]:
@@ -501,7 +672,8 @@ class HoldfastReader(StorageReader):  # type: ignore[misc]
     """A `StorageReader` of any Holdfast checkpoint, written by `HoldfastWriter` or by a `CheckpointManager`.
 
     run, selector: which checkpoint, as everywhere. verify: "full" checks the digest of every byte that is needed, on
-    every rank, before the first tensor is changed; "quick" and "off" check the sizes of files alone.
+    every rank, before the first tensor is changed; "quick" checks then that the files are there and have their sizes;
+    "off" finds a missing file when it is read.
 
     The keys are those of the flattened state dict: `model.layers.0.weight`, `optimizer.state.layers.0.weight.exp_avg`,
     `optimizer.param_groups.0.lr`. Tied tensors are there under each of their names. What a component keeps per rank has
@@ -509,24 +681,31 @@ class HoldfastReader(StorageReader):  # type: ignore[misc]
     planner wants to unpickle are made here, in memory, from what was decoded.
     """
 
-    def __init__(self, run: Location, selector: str | int = "latest", *, verify: Verify = "full") -> None:
+    def __init__(
+        self, run: Location, selector: str | int = "latest", *, verify: Verify = "full", **options: Any
+    ) -> None:
+        _refuse_options(options, "HoldfastReader")
         if verify not in ("full", "quick", "off"):
             raise UsageError(f"verify={verify!r}", advice="use 'full', 'quick' or 'off'")
         self._run = run
         self._selector = selector
         self._verify = verify
+        self.load_id = str(uuid.uuid4())
         self._contents: _Contents | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Take another place: a run, `RUN@SELECTOR`, a checkpoint's folder, a link."""
         self._contents = None
+        self.load_id = str(uuid.uuid4())
         if checkpoint_id is not None:
             self._run = checkpoint_id
 
     # No **kwargs: with them, PyTorch would take a failure for a checkpoint without an agreement between the ranks.
     def read_metadata(self) -> Metadata:
         self._contents = _Contents(resolve(self._run, self._selector), checked=self._verify == "full")
-        return self._contents.metadata()
+        metadata = self._contents.metadata()
+        metadata.storage_meta = StorageMeta(self.checkpoint_id, self._contents.save_id, self.load_id)
+        return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if self._contents is None:
@@ -535,9 +714,11 @@ class HoldfastReader(StorageReader):  # type: ignore[misc]
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Meet all damage now: an error here is everybody's, and no rank has changed a tensor yet."""
         contents = self._opened()
+        wanted = [contents.request(item, None) for item in plan.items if item.type == LoadItemType.TENSOR]
         if self._verify == "full":
-            wanted = [contents.request(item, None) for item in plan.items if item.type == LoadItemType.TENSOR]
             _refuse_damage(check_bytes(contents.checkpoint, wanted), contents.checkpoint)
+        elif self._verify == "quick":
+            _refuse_damage(check_sizes(contents.checkpoint, wanted), contents.checkpoint)
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 contents.value(item.storage_index.fqn)
@@ -564,6 +745,11 @@ class HoldfastReader(StorageReader):  # type: ignore[misc]
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str] | None:
+        """The place that the next load reads; None when it was given as a storage."""
+        return self._run if isinstance(self._run, str | os.PathLike) else None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -608,11 +794,13 @@ class _Contents:
     paths: dict[str, Path] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     decoded: dict[str, Any] = field(default_factory=dict)
+    save_id: str = ""
 
     def __post_init__(self) -> None:
         manifest = self.checkpoint.manifest
         leaves = {leaf.name: leaf for leaf in manifest.tensors}
-        loose, flat = _read_note(manifest.extra.get(_NOTE))
+        note = _read_note(manifest.extra.get(_NOTE))
+        self.save_id = note.save_id or self.checkpoint.digest
         files: dict[str, dict[str, Json]] = {}
         for tree in manifest.trees:
             if tree.file not in files:
@@ -620,16 +808,23 @@ class _Contents:
             if tree.name not in files[tree.file]:
                 raise CorruptCheckpointError(f"it has no values of '{tree.name}'", file=tree.file)
             stored = files[tree.file][tree.name]
-            for inner, value in _flattened(stored, tree):
-                path = _outer_path(tree, inner, loose=tree.name == loose, flat=tree.name in flat)
+            for path, value in _flattened(stored, tree, note):
                 self._add(path, value, tree, leaves)
             self._add_aliases(stored, tree)
 
     def metadata(self) -> Metadata:
         listing = _Listing(self.aliases)
+        places: dict[MetadataIndex, _StorageInfo] = {}
         for key, entry in self.entries.items():
-            listing[key] = BytesStorageMetadata() if isinstance(entry, _Value) else _tensor_metadata(entry)
-        return Metadata(state_dict_metadata=listing, planner_data=dict(self.paths))
+            if isinstance(entry, _Value):
+                listing[key] = BytesStorageMetadata()
+                places[MetadataIndex(key)] = _StorageInfo(entry.tree.file, 0, 0)
+                continue
+            listing[key] = _tensor_metadata(entry)
+            for index, chunk in enumerate(entry.chunks):
+                place = _StorageInfo(chunk.file, chunk.start, chunk.box.volume * entry.item_bytes)
+                places[MetadataIndex(key, chunk.offsets, index)] = place
+        return Metadata(listing, dict(self.paths), places, version=CURRENT_DCP_VERSION)
 
     def request(self, item: ReadItem, target: Any) -> Request:
         """The box of a leaf that an item wants."""
@@ -692,14 +887,23 @@ class _Contents:
         return target
 
 
-def _read_note(stored: Any) -> tuple[str | None, set[str]]:
-    """The names of the components that `HoldfastWriter` made up, and none where it wrote no note."""
+class _Note(NamedTuple):
+    """What `HoldfastWriter` noted about a state dict; nothing where it wrote no note."""
+
+    loose: str | None
+    flat: frozenset[str]
+    whole: frozenset[str]
+    save_id: str
+
+
+def _read_note(stored: Any) -> _Note:
     note = stored if isinstance(stored, dict) else {}
-    loose, flat = note.get("loose"), note.get("flat")
-    return (
-        loose if isinstance(loose, str) else None,
-        {name for name in flat if isinstance(name, str)} if isinstance(flat, list) else set(),
+    loose, save_id = note.get("loose"), note.get("save_id")
+    flat, whole = (
+        frozenset(name for name in names if isinstance(name, str)) if isinstance(names, list) else frozenset()
+        for names in (note.get("flat"), note.get("whole"))
     )
+    return _Note(loose if isinstance(loose, str) else None, flat, whole, save_id if isinstance(save_id, str) else "")
 
 
 def _read_values(checkpoint: Checkpoint, name: str, *, checked: bool) -> dict[str, Json]:
@@ -716,35 +920,48 @@ def _read_values(checkpoint: Checkpoint, name: str, *, checked: bool) -> dict[st
         raise CorruptCheckpointError(f"it is no file of values: {error}", **where) from None
 
 
-def _outer_path(tree: TreeRecord, path: Path, *, loose: bool, flat: bool) -> Path:
+def _outer_path(tree: TreeRecord, path: Path, note: _Note) -> Path:
     """Where a value of a tree stood in the state dict that was saved."""
-    if loose and path:
+    if tree.name == note.loose and path:
         return path
-    if flat and path:
+    if tree.name in note.flat and path:
         return (f"{tree.name}.{path[0]}", *path[1:])
     return (tree.name, *path)
 
 
-def _flattened(stored: Json, tree: TreeRecord) -> list[tuple[Path, Json]]:
-    """A tree's values, still encoded, by the paths that PyTorch's own flattening of the decoded tree would give."""
+def _flattened(stored: Json, tree: TreeRecord, note: _Note) -> list[tuple[Path, Json]]:
+    """A tree's values, still encoded, by the paths that PyTorch's own flattening of the state dict gave."""
     found: list[tuple[Path, Json]] = []
+
+    def is_whole(path: Path) -> bool:
+        return bool(path) and ".".join(map(str, _outer_path(tree, path, note))) in note.whole
+
     try:
-        _flatten(stored, (), lambda path, value: found.append((path, value)))
+        _flatten(stored, (), lambda path, value: found.append((path, value)), is_whole if note.whole else None)
     except RecursionError:
         raise CorruptCheckpointError("the values are nested too deep", file=tree.file) from None
-    return found
+    return [(_outer_path(tree, path, note), value) for path, value in found]
 
 
-def _flatten(value: Json, path: Path, visit: Callable[[Path, Json], None]) -> None:
+def _flatten(
+    value: Json, path: Path, visit: Callable[[Path, Json], None], is_whole: Callable[[Path], bool] | None
+) -> None:
     pairs = _pairs_of(value)
-    if pairs is not None:
+    if is_whole is not None and is_whole(path):
+        visit(path, value)
+    elif pairs is not None:
         for key, inner in pairs:
-            _flatten(inner, (*path, key), visit)
+            _flatten(inner, (*path, key), visit, is_whole)
     elif isinstance(value, list) and not _is_terminal(value):
         for index, inner in enumerate(value):
-            _flatten(inner, (*path, index), visit)
+            _flatten(inner, (*path, index), visit, is_whole)
     else:
         visit(path, value)
+
+
+def _is_leaf(value: Json) -> bool:
+    """Whether flattening keeps this as one value."""
+    return _pairs_of(value) is None and not (isinstance(value, list) and not _is_terminal(value))
 
 
 def _is_terminal(values: list[Json]) -> bool:

@@ -27,6 +27,7 @@ The stored form. A value that JSON has is that JSON value. Every other value is 
     tuple                                   {"$tuple": [...]}
     set, frozenset                          {"$set": [...]}, {"$frozenset": [...]}, sorted by their JSON text
     bytes, bytearray                        {"$bytes": BASE64}, {"$bytearray": BASE64}
+    io.BytesIO                              {"$bytesio": {"data": BASE64, "position": INT}}
     complex                                 {"$complex": [FLOAT, FLOAT]}
     range                                   {"$range": [INT, INT, INT]}
     slice                                   {"$slice": [START, STOP, STEP]}, each an int or null
@@ -69,6 +70,7 @@ import decimal
 import enum
 import functools
 import inspect
+import io
 import json
 import math
 import pathlib
@@ -420,6 +422,12 @@ def _encode_bytearray(encoder: _Encoder, value: bytearray, parent: _Place, key: 
     return {"$bytearray": _base64(value)}
 
 
+def _encode_bytes_io(encoder: _Encoder, value: io.BytesIO, parent: _Place, key: object) -> Json:
+    if value.closed:
+        raise _unstorable(encoder, value, parent, key, ": the stream is closed")
+    return {"$bytesio": {"data": _base64(value.getvalue()), "position": value.tell()}}
+
+
 def _encode_complex(encoder: _Encoder, value: complex, parent: _Place, key: object) -> Json:
     return {
         "$complex": [_encode_float(encoder, value.real, parent, key), _encode_float(encoder, value.imag, parent, key)]
@@ -619,6 +627,7 @@ _HANDLERS: dict[type, _Handler] = {
     frozenset: _encode_frozenset,
     bytes: _encode_bytes,
     bytearray: _encode_bytearray,
+    io.BytesIO: _encode_bytes_io,
     complex: _encode_complex,
     range: _encode_range,
     slice: _encode_slice,
@@ -782,6 +791,16 @@ def _decode_bytes(decoder: object, value: Any, parent: _Place, key: object) -> b
 
 def _decode_bytearray(decoder: object, value: Any, parent: _Place, key: object) -> bytearray:
     return bytearray(_decode_bytes(decoder, value, parent, key))
+
+
+def _decode_bytes_io(decoder: object, value: Any, parent: _Place, key: object) -> io.BytesIO:
+    record = _expect_keys(value, {"data", "position"}, parent, key)
+    stream = io.BytesIO(_decode_bytes(decoder, record["data"], parent, key))
+    # A stream may stand behind its end, where Python can count to.
+    if not 0 <= _expect(record["position"], int, parent, key) <= sys.maxsize:
+        raise _corrupt(f"a stream stands at {_shown(record['position'])}", parent, key)
+    stream.seek(record["position"])
+    return stream
 
 
 def _decode_int(decoder: object, value: Any, parent: _Place, key: object) -> int:
@@ -1157,6 +1176,7 @@ _DECODERS: dict[str, Callable[[_Decoder, Any, _Place, object], Any]] = {
     "$frozenset": _decode_frozenset,
     "$bytes": _decode_bytes,
     "$bytearray": _decode_bytearray,
+    "$bytesio": _decode_bytes_io,
     "$complex": _decode_complex,
     "$range": _decode_range,
     "$slice": _decode_slice,
@@ -1255,6 +1275,10 @@ def _plain_bytes(value: Any, depth: int) -> Json:
     return f"<{len(_decode_bytes(None, value, _ROOT, ''))} bytes>"
 
 
+def _plain_bytes_io(value: Any, depth: int) -> Json:
+    return _plain_bytes(value["data"], depth)
+
+
 def _plain_float(value: Any, depth: int) -> Json:
     return _plain_number(_decode_float(None, value, _ROOT, ""))
 
@@ -1335,6 +1359,7 @@ _SHOWN: dict[Any, Callable[[Any, int], Json]] = {
     "$frozenset": _plain_items,
     "$bytes": _plain_bytes,
     "$bytearray": _plain_bytes,
+    "$bytesio": _plain_bytes_io,
     "$complex": _plain_complex,
     "$range": _plain_range,
     "$slice": _plain_slice,

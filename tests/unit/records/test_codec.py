@@ -7,6 +7,7 @@ import datetime
 import decimal
 import enum
 import functools
+import io
 import json
 import os
 import pathlib
@@ -100,9 +101,16 @@ def same(left: Any, right: Any) -> bool:
         return zones[0] == zones[1]
     if isinstance(left, Decimal):
         return str(left) == str(right)
+    if isinstance(left, io.BytesIO):
+        return (left.getvalue(), left.tell()) == (right.getvalue(), right.tell())
     if dataclasses.is_dataclass(left):
         return same(vars(left), vars(right)) if hasattr(left, "__dict__") else left == right
     return bool(left == right)
+
+
+def standing_at(stream: io.BytesIO, position: int) -> io.BytesIO:
+    stream.seek(position)
+    return stream
 
 
 @codec.register_type
@@ -219,6 +227,7 @@ VALUES: dict[str, object] = {
     "frozensets": [frozenset(), frozenset({frozenset({1}), 2})],
     "bytes": [b"", b"\0\xff", bytes(range(256))],
     "bytearrays": [bytearray(), bytearray(b"\0\xff")],
+    "streams": [io.BytesIO(), standing_at(io.BytesIO(b"abc"), 2), {"behind its end": standing_at(io.BytesIO(b"a"), 9)}],
     "complex": [1j, complex(-0.0, 0.0), complex(float("nan"), float("-inf"))],
     "ranges": [range(3), range(5, -5, -2), range(0), range(2**70, 2**71)],
     "slices": [slice(None), slice(1, None, -2), slice(2**70)],
@@ -376,6 +385,12 @@ class Refused:
     type_name: str
 
 
+def closed_stream() -> io.BytesIO:
+    stream = io.BytesIO(b"abc")
+    stream.close()
+    return stream
+
+
 def generator() -> Any:
     yield 1
 
@@ -384,6 +399,7 @@ REFUSED = {
     "lambda": Refused(lambda: 1, "function"),
     "builtin function": Refused(len, "builtin_function_or_method"),
     "generator": Refused(generator(), "generator"),
+    "closed stream": Refused(closed_stream(), "_io.BytesIO"),
     "module": Refused(json, "module"),
     "class": Refused(int, "type"),
     "lock": Refused(threading.Lock(), "_thread.lock"),
@@ -627,6 +643,12 @@ CORRUPT = [
     {"$deque": {"items": [], "maxlen": -1}},
     {"$deque": {"items": [], "maxlen": True}},
     {"$deque": {"items": [], "maxlen": 2**63}},
+    {"$bytesio": "AA=="},
+    {"$bytesio": {"data": "AA=="}},
+    {"$bytesio": {"data": "AA=", "position": 0}},
+    {"$bytesio": {"data": "AA==", "position": -1}},
+    {"$bytesio": {"data": "AA==", "position": True}},
+    {"$bytesio": {"data": "AA==", "position": 2**63}},
     {"$range": [0, 1, 0]},
     {"$range": [0, 1.0, 1]},
     {"$slice": ["a", None, None]},
