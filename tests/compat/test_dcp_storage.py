@@ -449,6 +449,7 @@ class FailingPlanner(DefaultSavePlanner):
         return super().resolve_data(write_item)
 
 
+@pytest.mark.guarantee("G13")
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("method", ["finish_plan", "resolve_data"])
 def test_a_save_that_fails_leaves_the_run_to_others(
@@ -461,6 +462,7 @@ def test_a_save_that_fails_leaves_the_run_to_others(
     assert [found.step for found in holdfast.checkpoints(tmp_path)] == [1, 0]
 
 
+@pytest.mark.guarantee("G13")
 def test_a_failure_that_is_kept_does_not_keep_the_run(tmp_path: pathlib.Path, another: Another) -> None:
     planner = FailingPlanner("finish_plan", RuntimeError)
     writer = HoldfastWriter(tmp_path)
@@ -494,6 +496,7 @@ class PlannerThatAsks(DefaultSavePlanner):
         return super().resolve_data(write_item)
 
 
+@pytest.mark.guarantee("G13")
 def test_no_other_process_takes_the_run_while_a_save_goes_on(tmp_path: pathlib.Path, another: Another) -> None:
     answers: list[str] = []
     planner = PlannerThatAsks(lambda: answers.append(another.save(tmp_path)))
@@ -513,6 +516,7 @@ def fail_on_the_other_rank(rank: int, run: str) -> str:
     return answer
 
 
+@pytest.mark.guarantee("G13")
 def test_a_failure_on_another_rank_leaves_the_run_to_others(tmp_path: pathlib.Path) -> None:
     assert values(run_ranks(2, fail_on_the_other_rank, str(tmp_path))) == ["saved", ""]
     assert [found.step for found in holdfast.checkpoints(tmp_path)] == [1, 0]
