@@ -23,7 +23,7 @@ from holdfast.naming import clean_name, kind_of, optimizer_names, parameter_name
 from holdfast.records import layout
 from holdfast.records.codec import encode
 from holdfast.records.state import CapturedTree
-from holdfast.tensors import address, check_storable, is_same_memory, shares_elements
+from holdfast.tensors import address, check_storable, flattened, is_same_memory, plain_parts, shares_elements
 
 logger = logging.getLogger("holdfast")
 
@@ -36,7 +36,7 @@ def live_tree(name: str, component: Any, components: Mapping[str, Any], scope: s
 def tree_of(name: str, component: Any, state: Any, scope: str | None) -> CapturedTree:
     """The same for state that was taken already."""
     tensors: dict[str, torch.Tensor] = {}
-    values = encode(state, path=name, on_tensor=_collector(name, tensors))
+    values = encode(state, path=name, on_tensor=_collector(name, tensors), flatten=flattened)
     kind = kind_of(name, component)
     inner = unwrap(component)
     type_name = type(inner).__name__ if isinstance(inner, torch.optim.Optimizer) else ""
@@ -70,7 +70,7 @@ def _buffers(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> Se
     rest = tensors.keys() - set(parameter_names(module).values())
     if not rest:
         return rest
-    places = {address(parameter) for parameter in module.parameters()} - {0}
+    places = {address(part) for parameter in module.parameters() for _, part in plain_parts(parameter)} - {0}
     return {path for path in rest if address(tensors[path]) not in places}
 
 
@@ -155,21 +155,34 @@ def load_module(name: str, module: torch.nn.Module, state: Mapping[str, Any]) ->
     """
     known: _ModelKeys | None = _model_keys.get(module)
     raw_keys = dict(zip(known.names, known.keys, strict=True)) if known is not None else {}
-    renamed = OrderedDict((raw_keys.get(key, key), value) for key, value in state.items())
+    own = own_tensors(module, state)
+    full = {key: value for key, value in {**state, **own}.items() if key not in own or _takes_copies(value)}
+    renamed = OrderedDict((raw_keys.get(key, key), value) for key, value in full.items())
     if known is not None and known.metadata is not None:
         vars(renamed)["_metadata"] = known.metadata
     with torch.no_grad():
         answer = _load_loosely(module, renamed)
-    refused = [clean_name(module, raw) for raw in getattr(answer, "unexpected_keys", ())]
-    kept = own_tensors(module, {key: state[key] for key in refused if key in state}) if refused else {}
-    for key in refused:
-        if key in state and key not in kept:
+    for key in (clean_name(module, raw) for raw in getattr(answer, "unexpected_keys", ())):
+        if key in state and key not in own:
             raise StateMismatchError(
                 "load_state_dict() did not take it: a hook stores it under this name and none takes it from there",
                 component=name,
                 leaf=f"{name}.{key}",
                 advice="register a load_state_dict pre-hook that gives it the name that the module expects",
             )
+
+
+def _takes_copies(own: torch.Tensor) -> bool:
+    """Whether `load_state_dict` can copy a module's own tensor, which is filled already, onto itself: not every wrapper
+    subclass knows how to be copied."""
+    if flattened(own) is None:
+        return True
+    try:
+        with torch.no_grad():
+            own.copy_(own)
+    except (NotImplementedError, RuntimeError, TypeError, ValueError):
+        return False
+    return True
 
 
 def _load_loosely(module: torch.nn.Module, state: OrderedDict[str, Any]) -> Any:
@@ -304,7 +317,7 @@ def _as_it_was(value: Any, loaded: Any) -> Any:
     """A value as it was saved: `load_state_dict` casts moments to their parameter's type, which loses bits of any kept
     in a wider one, and spoils texts. What it moved to another device stays there."""
     if isinstance(value, torch.Tensor):
-        if not isinstance(loaded, torch.Tensor):
+        if not isinstance(loaded, torch.Tensor) or flattened(value) is not None:
             return value
         return loaded if loaded.dtype == value.dtype else value.to(loaded.device)
     if type(value) is dict and isinstance(loaded, Mapping):
@@ -373,3 +386,20 @@ def _compare_keys(name: str, current: Mapping[str, Any], state: Mapping[str, Any
             unexpected=unexpected,
             mismatched=mismatched,
         )
+
+
+def live_subclasses(name: str, component: Any, components: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of wrapper subclasses in a component's state, by their path."""
+    found: dict[str, torch.Tensor] = {}
+    _find_subclasses(component_state(name, component, components), "", found)
+    return found
+
+
+def _find_subclasses(state: Any, path: str, found: dict[str, torch.Tensor]) -> None:
+    if isinstance(state, torch.Tensor):
+        if flattened(state) is not None:
+            found[path] = state
+    elif isinstance(state, Mapping | list | tuple):
+        items = state.items() if isinstance(state, Mapping) else enumerate(state)
+        for key, value in items:
+            _find_subclasses(value, f"{path}.{key}" if path else str(key), found)

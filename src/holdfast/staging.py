@@ -26,7 +26,7 @@ from holdfast.records.images import Image, PlainImage
 from holdfast.records.tensorfile import SMALL_BYTES
 from holdfast.room import own_processors
 from holdfast.stages.stage import FileLayout
-from holdfast.tensors import any_sharded, is_host_memory, is_sharded, torch_dtype
+from holdfast.tensors import any_sharded, is_host_memory, is_sharded, plain_parts, torch_dtype
 
 logger = logging.getLogger("holdfast")
 
@@ -407,6 +407,7 @@ def owned_places(optimizers: Iterable[torch.optim.Optimizer]) -> set[Place]:
         for state in optimizer.state.values():
             if isinstance(state, dict):
                 tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    tensors = [part for tensor in tensors for _, part in plain_parts(tensor)]
     if any_sharded(tensors):
         tensors = [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]
     # A tensor's memory. Its beginning alone would take a longer tensor over the same memory for this one.

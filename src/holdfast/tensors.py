@@ -9,10 +9,13 @@ from functools import partial
 from typing import TypeGuard
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parameter import UninitializedTensorMixin
 
 from holdfast.errors import UsageError
 from holdfast.records.boxes import Box, strides_of, whole
+from holdfast.records.codec import Flattened, registered_tensor
 from holdfast.records.dtypes import ELEMENT_TYPES
 from holdfast.records.files import HostMemory, Pieces
 from holdfast.records.manifest import MeshRecord
@@ -36,6 +39,78 @@ def dtype_name(tensor: torch.Tensor) -> str:
     return _DTYPE_NAMES[tensor.dtype]
 
 
+def flattened(tensor: torch.Tensor) -> Flattened | None:
+    """Take a tensor of a wrapper subclass apart; None for one that is stored as it is, or cannot be stored at all.
+
+    The inner tensors are the live ones. Those of a DTensor whose local part is of such a class are DTensors themselves,
+    cut as the whole is.
+    """
+    if type(tensor) in _PLAIN:
+        return None
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    kind = type(local)
+    if not _is_wrapper(kind) or not all(type(length) is int for length in tensor.shape):
+        return None
+    names, context = local.__tensor_flatten__()
+    inner = {name: getattr(local, name).detach() for name in names}
+    if not isinstance(tensor, DTensor):
+        return Flattened(kind, inner, context)
+    shards = even_shards(tensor)
+    if shards is None or any(one.dim() == 0 for one in inner.values()):
+        return None
+    return Flattened(kind, {name: cut_like(tensor, one) for name, one in inner.items()}, context, shards)
+
+
+def _is_wrapper(kind: type) -> bool:
+    """Whether a class says what its tensors are made of. The result of a collective is a plain tensor on its way."""
+    if kind in _PLAIN or issubclass(kind, DTensor | AsyncCollectiveTensor):
+        return False
+    return hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
+
+
+def even_shards(tensor: DTensor) -> int | None:
+    """The number of equal pieces along the first dimension; None when the tensor is cut in any other way."""
+    shards = 1
+    for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
+        if type(placement) is Shard and placement.dim == 0:
+            shards *= size
+        elif not placement.is_replicate():
+            return None
+    local = tensor._local_tensor
+    return shards if local.dim() > 0 and local.shape[0] * shards == tensor.shape[0] else None
+
+
+def cut_like(tensor: DTensor, inner: torch.Tensor) -> DTensor:
+    """An inner tensor of one rank as a piece of a whole that lies on the mesh as the outer tensor does."""
+    return DTensor.from_local(inner, tensor.device_mesh, tensor.placements, run_check=False)
+
+
+def plain_parts(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that hold a tensor's content, with what each adds to its name: itself, or its inner ones."""
+    flat = flattened(tensor)
+    if flat is None:
+        yield "", tensor
+        return
+    for name, inner in flat.tensors.items():
+        for suffix, part in plain_parts(inner):
+            yield f".{name}{suffix}", part
+
+
+def tensor_class(name: str) -> type | None:
+    """The class of tensors that a checkpoint names, if the program knows it already: one that it registered, or one of
+    torchao that is loaded. Nothing is imported."""
+    registered = registered_tensor(name)
+    if registered is not None or name.partition(".")[0] != "torchao":
+        return registered
+    ahead: list[type] = [torch.Tensor]
+    while ahead:
+        kind = ahead.pop()
+        if f"{kind.__module__}.{kind.__qualname__}" == name and _is_wrapper(kind):
+            return kind
+        ahead += type.__subclasses__(kind)
+    return None
+
+
 def check_storable(tensor: torch.Tensor, *, component: str, leaf: str) -> None:
     """Refuse, before any file is touched, a tensor whose bytes are not all of it."""
     if type(tensor) in _PLAIN and tensor.is_cpu and tensor.dtype in _DTYPE_NAMES and tensor.layout is torch.strided:
@@ -47,8 +122,16 @@ def check_storable(tensor: torch.Tensor, *, component: str, leaf: str) -> None:
 
 def _why_not_storable(tensor: torch.Tensor) -> tuple[str, str] | None:
     kind = type(tensor)
+    if isinstance(tensor, UninitializedTensorMixin):
+        return "a parameter that has no shape yet", "run the lazy module once before the first save"
     if kind not in _PLAIN and not isinstance(tensor, DTensor):
-        return f"a tensor of type '{kind.__module__}.{kind.__qualname__}'", "turn it into a plain tensor or a DTensor"
+        advice = "turn it into a plain tensor or a DTensor, or give it __tensor_flatten__ and __tensor_unflatten__"
+        return f"a tensor of type '{kind.__module__}.{kind.__qualname__}'", advice
+    if isinstance(tensor, DTensor) and _is_wrapper(type(tensor._local_tensor)):
+        local = type(tensor._local_tensor)
+        return f"a DTensor of '{local.__module__}.{local.__qualname__}' with placements {tensor.placements}", (
+            "shard it into equal pieces along dimension 0 only, and keep no scalar tensor in it"
+        )
     if tensor.dtype not in _DTYPE_NAMES:
         return f"a tensor of {tensor.dtype}", "turn it into one of the types in docs/format.md"
     if tensor.layout is not torch.strided:
@@ -62,14 +145,25 @@ def _why_not_storable(tensor: torch.Tensor) -> tuple[str, str] | None:
 
 def address(tensor: torch.Tensor) -> int:
     """Where the tensor's memory on this rank begins; 0 when it has none."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor.to_local()
+    if type(tensor) not in _PLAIN:
+        flat = flattened(tensor)
+        if flat is not None:
+            return next((address(inner) for inner in flat.tensors.values()), 0)
+        if isinstance(tensor, DTensor):
+            tensor = tensor.to_local()
     return int(tensor.data_ptr())
 
 
 def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are the same memory seen in the same way, as tied parameters are."""
     if isinstance(one, DTensor) != isinstance(other, DTensor) or one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    flat, beside = flattened(one), flattened(other)
+    if flat is not None and beside is not None:
+        return flat.tensors.keys() == beside.tensors.keys() and all(
+            is_same_memory(inner, beside.tensors[name]) for name, inner in flat.tensors.items()
+        )
+    if flat is not None or beside is not None:
         return False
     if isinstance(one, DTensor):
         one, other = one.to_local(), other.to_local()
@@ -89,7 +183,7 @@ def shares_elements(tensor: torch.Tensor) -> bool:
     return any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True))
 
 
-def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+def is_sharded(tensor: torch.Tensor | None) -> TypeGuard[DTensor]:
     """Whether the tensor is one of a mesh, of which this rank may hold only a part."""
     return isinstance(tensor, DTensor)
 

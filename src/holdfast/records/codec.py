@@ -42,6 +42,10 @@ The stored form. A value that JSON has is that JSON value. Every other value is 
     pathlib.Path, PosixPath                 {"$path": TEXT}, gives back a Path
     pathlib.PurePosixPath                   {"$purepath": TEXT}, gives back a PurePosixPath
     torch.Tensor                            {"$tensor": LEAF}, the tensor itself lies in the tensor files
+    tensor of a wrapper subclass            {"$subclass": {"name": NAME, "dtype": "float32", "shape": [...],
+                                            "stride": [...], "shards": INT, "context": VALUE, "tensors": {ATTRIBUTE:
+                                            VALUE, ...}}}: what its __tensor_flatten__ gives. Each value of the tensors
+                                            is this form or that of a torch.Tensor
     torch.dtype, Size, device               {"$dtype": "bfloat16"}, {"$size": [...]}, {"$device": "cuda:0"}
     numpy scalar                            {"$scalar": {"dtype": "<f4", "data": BASE64}}; dtype "S" and "U" for bytes_
                                             and str_, whose data is then the bytes or the UTF-8 text
@@ -52,6 +56,7 @@ The stored form. A value that JSON has is that JSON value. Every other value is 
     registered enum.Flag                    {"$type": {"name": NAME, "value": [MEMBER, ...]}}
     registered dataclass, NamedTuple        {"$type": {"name": NAME, "fields": {FIELD: VALUE, ...}}}
 
+In a context, classes need not be registered: it is compared with that of a live tensor, and a device has no index.
 KEY is a stored value that can be hashed and holds no tensor. Types match exactly: a subclass is another type. Values
 nest at most 100 deep. Objects that were shared come back as separate equal ones.
 
@@ -90,7 +95,18 @@ from holdfast.errors import (
     UsageError,
 )
 
-__all__ = ["Json", "decode", "encode", "plain", "register_type", "typed"]
+__all__ = [
+    "Flattened",
+    "Json",
+    "Subclass",
+    "decode",
+    "encode",
+    "plain",
+    "register_type",
+    "registered_tensor",
+    "subclass_of",
+    "typed",
+]
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
@@ -105,21 +121,71 @@ _ROOT: _Place = (None, None, 0)
 _Class = TypeVar("_Class", bound=type)
 
 
-def encode(value: object, *, path: str, on_tensor: Callable[[str, Any], str] | None) -> Json:
+class Flattened(NamedTuple):
+    """A tensor of a wrapper subclass taken apart: its class, its inner tensors by attribute, the rest as its context.
+
+    `shards` is the number of pieces that the tensor is cut into; the inner ones are cut in the same way.
+    """
+
+    kind: type
+    tensors: Mapping[str, Any]
+    context: object
+    shards: int = 1
+
+
+class Subclass(NamedTuple):
+    """The stored form of such a tensor."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    shards: int
+    context: Json
+    tensors: Mapping[str, Json]
+
+
+def encode(
+    value: object,
+    *,
+    path: str,
+    on_tensor: Callable[[str, Any], str] | None,
+    flatten: Callable[[Any], Flattened | None] | None = None,
+) -> Json:
     """The stored form of `value`, which stands at the dotted name `path`.
 
     `on_tensor` is called with the dotted name of every tensor that is found, and the tensor, and gives the leaf name to
     store. Two tensors can have the same dotted name, `{"a.b": x, "a": {"b": y}}`: it is the callback that tells them
     apart. Without a callback a tensor is a UsageError, and a numpy array is stored in place whatever its size: so it
-    is for what a caller passes beside the state, such as a config.
+    is for what a caller passes beside the state, such as a config. `flatten` takes a tensor of a wrapper subclass
+    apart, and gives None for one that is stored as it is.
     """
-    encoder = _Encoder(on_tensor, in_state=on_tensor is not None)
+    encoder = _Encoder(on_tensor, in_state=on_tensor is not None, flatten=flatten)
     return encoder.handlers[type(value)](encoder, value, _ROOT, path)
 
 
-def decode(value: Json, *, path: str, tensor: Callable[[str], Any] | None) -> object:
-    """The value that was stored as `value`; `tensor` gives the tensor of a leaf name."""
-    return _Decoder(tensor).decode(value, _ROOT, path)
+def decode(
+    value: Json,
+    *,
+    path: str,
+    tensor: Callable[[str], Any] | None,
+    subclass: Callable[[str, Subclass], Any] | None = None,
+) -> object:
+    """The value that was stored as `value`; `tensor` gives the tensor of a leaf name, `subclass` that of a wrapper
+    subclass, by the dotted name of its place."""
+    return _Decoder(tensor, subclass).decode(value, _ROOT, path)
+
+
+def class_name(cls: type) -> str:
+    """The name of a class in a checkpoint."""
+    return _registered[cls].name if cls in _registered else _type_name(cls)
+
+
+def subclass_of(value: Json) -> Subclass | None:
+    """The stored form of a tensor of a wrapper subclass; None for any other value."""
+    if not isinstance(value, dict) or value.keys() != {"$subclass"}:
+        return None
+    return _subclass(value["$subclass"], _ROOT, "")
 
 
 def plain(value: Json) -> Json:
@@ -135,6 +201,10 @@ def typed(value: Json) -> str:
 def register_type(cls: _Class, name: str | None = None) -> _Class:
     """Let the codec store instances of an enum, a dataclass or a NamedTuple. Usable as a decorator.
 
+    A subclass of torch.Tensor with `__tensor_flatten__` and `__tensor_unflatten__` can be registered, too. It is stored
+    without that; registered, it is also made anew where a restore finds no live tensor to fill, as in an optimizer that
+    has not stepped yet.
+
     The name stands in the checkpoint and finds the class again; it is "module.qualname" unless given. A class that was
     renamed can be registered again under its old name: it is written under the first name and read under all of them.
 
@@ -144,7 +214,7 @@ def register_type(cls: _Class, name: str | None = None) -> _Class:
     kind = _kind_of(cls)
     if kind is None:
         raise UsageError(
-            f"{cls!r} is not an enum, a dataclass or a NamedTuple that can be rebuilt from its fields",
+            f"{cls!r} is not an enum, nor a dataclass, NamedTuple or tensor that can be rebuilt from its fields",
             advice="give it state_dict() and load_state_dict() instead",
         )
     name = f"{cls.__module__}.{cls.__qualname__}" if name is None else name
@@ -155,9 +225,16 @@ def register_type(cls: _Class, name: str | None = None) -> _Class:
     return cls
 
 
+def registered_tensor(name: str) -> type | None:
+    """The tensor class that the running program registered under a name."""
+    cls = _class_of_name.get(name)
+    return cls if cls is not None and _registered[cls].kind is _Kind.TENSOR else None
+
+
 class _Kind(enum.Enum):
     ENUM = enum.auto()
     FLAG = enum.auto()
+    TENSOR = enum.auto()
     DATACLASS = enum.auto()
     NAMED_TUPLE = enum.auto()
 
@@ -178,6 +255,10 @@ def _kind_of(cls: object) -> _Kind | None:
         return _Kind.FLAG
     if issubclass(cls, enum.Enum):
         return _Kind.ENUM
+    torch = sys.modules.get("torch")
+    if torch is not None and issubclass(cls, torch.Tensor):
+        both = hasattr(cls, "__tensor_flatten__") and hasattr(cls, "__tensor_unflatten__")
+        return _Kind.TENSOR if both else None
     if issubclass(cls, tuple):
         return _Kind.NAMED_TUPLE if hasattr(cls, "_fields") and hasattr(cls, "_make") else None
     if dataclasses.is_dataclass(cls):
@@ -297,10 +378,17 @@ def _find_handler(cls: type) -> _Handler:
 class _Encoder:
     """One call of `encode`: how each type is encoded in it, and who takes the tensors."""
 
-    __slots__ = ("handlers", "in_state", "on_tensor")
+    __slots__ = ("flatten", "handlers", "in_state", "on_tensor")
 
-    def __init__(self, on_tensor: Callable[[str, Any], str] | None, *, in_state: bool) -> None:
+    def __init__(
+        self,
+        on_tensor: Callable[[str, Any], str] | None,
+        *,
+        in_state: bool,
+        flatten: Callable[[Any], Flattened | None] | None = None,
+    ) -> None:
         self.on_tensor = on_tensor
+        self.flatten = flatten
         self.in_state = in_state
         self.handlers = _Handlers(_HANDLERS)
 
@@ -505,7 +593,56 @@ def _encode_tensor(encoder: _Encoder, value: Any, parent: _Place, key: object) -
             advice=f"use .item() or .tolist(), or leave it out{' of the state dict' if encoder.in_state else ''}",
             **_at(parent, key),
         )
+    flat = encoder.flatten(value) if encoder.flatten is not None else None
+    if flat is not None:
+        return _encode_subclass(encoder, value, flat, parent, key)
     return {"$tensor": encoder.on_tensor(_dotted(parent, key), value)}
+
+
+def _encode_subclass(encoder: _Encoder, value: Any, flat: Flattened, parent: _Place, key: object) -> Json:
+    here = encoder.enter(parent, key)
+    context = _ContextEncoder()
+    return {
+        "$subclass": {
+            "name": class_name(flat.kind),
+            "dtype": str(value.dtype).removeprefix("torch."),
+            "shape": [int(length) for length in value.shape],
+            "stride": [int(step) for step in value.stride()],
+            "shards": flat.shards,
+            "context": context.handlers[type(flat.context)](context, flat.context, here, "context"),
+            "tensors": {name: _encode_tensor(encoder, inner, here, name) for name, inner in flat.tensors.items()},
+        }
+    }
+
+
+class _ContextEncoder(_Encoder):
+    """Encodes what a wrapper subclass has beside its tensors: any dataclass, NamedTuple or enum by its name."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__(None, in_state=True)
+        self.handlers = _ContextHandlers(_HANDLERS)
+
+
+class _ContextHandlers(_Handlers):
+    def __missing__(self, cls: type) -> _Handler:
+        torch, kind = sys.modules.get("torch"), _kind_of(cls)
+        if torch is not None and cls is torch.device:
+            # Without its index: the ranks of one machine are on different devices, and their states are one.
+            handler: _Handler = _encode_device_type
+        elif kind is _Kind.ENUM:
+            handler = _encode_enum
+        elif kind in (_Kind.DATACLASS, _Kind.NAMED_TUPLE):
+            handler = _encode_fields
+        else:
+            handler = _find_handler(cls)
+        self[cls] = handler
+        return handler
+
+
+def _encode_device_type(encoder: _Encoder, value: Any, parent: _Place, key: object) -> Json:
+    return {"$device": value.type}
 
 
 def _encode_dtype(encoder: _Encoder, value: Any, parent: _Place, key: object) -> Json:
@@ -544,7 +681,7 @@ def _encode_array(encoder: _Encoder, value: Any, parent: _Place, key: object) ->
 
 
 def _encode_enum(encoder: _Encoder, value: enum.Enum, parent: _Place, key: object) -> Json:
-    return {"$type": {"name": _registered[type(value)].name, "value": value._name_}}
+    return {"$type": {"name": class_name(type(value)), "value": value._name_}}
 
 
 def _encode_flag(encoder: _Encoder, value: enum.Flag, parent: _Place, key: object) -> Json:
@@ -559,7 +696,7 @@ def _encode_flag(encoder: _Encoder, value: enum.Flag, parent: _Place, key: objec
 
 def _encode_fields(encoder: _Encoder, value: Any, parent: _Place, key: object) -> Json:
     cls = type(value)
-    name, kind = _registered[cls]
+    name, kind = class_name(cls), _kind_of(cls) or _Kind.DATACLASS
     here, names = encoder.enter(parent, key), _field_names(cls, kind)
     for attribute in getattr(value, "__dict__", ()):
         cached = isinstance(inspect.getattr_static(cls, attribute, None), functools.cached_property)
@@ -643,6 +780,7 @@ _HANDLERS: dict[type, _Handler] = {
 _REGISTERED_HANDLERS: dict[_Kind, _Handler] = {
     _Kind.ENUM: _encode_enum,
     _Kind.FLAG: _encode_flag,
+    _Kind.TENSOR: _encode_tensor,
     _Kind.DATACLASS: _encode_fields,
     _Kind.NAMED_TUPLE: _encode_fields,
 }
@@ -654,10 +792,13 @@ _REGISTERED_HANDLERS: dict[_Kind, _Handler] = {
 class _Decoder:
     """One call of `decode`: who gives the tensors."""
 
-    __slots__ = ("tensor",)
+    __slots__ = ("subclass", "tensor")
 
-    def __init__(self, tensor: Callable[[str], Any] | None) -> None:
+    def __init__(
+        self, tensor: Callable[[str], Any] | None, subclass: Callable[[str, Subclass], Any] | None = None
+    ) -> None:
         self.tensor = tensor
+        self.subclass = subclass
 
     def decode(self, value: Any, parent: _Place, key: object) -> Any:
         cls = type(value)
@@ -993,6 +1134,29 @@ def _decode_tensor(decoder: _Decoder, value: Any, parent: _Place, key: object) -
     return decoder.tensor(name)
 
 
+def _decode_subclass(decoder: _Decoder, value: Any, parent: _Place, key: object) -> Any:
+    record = _subclass(value, parent, key)
+    if decoder.subclass is None:
+        raise _corrupt(f"a tensor of type {_shown(record.name)} stands where none can be stored", parent, key)
+    return decoder.subclass(_dotted(parent, key), record)
+
+
+def _subclass(value: Any, parent: _Place, key: object) -> Subclass:
+    record = _expect_keys(value, {"name", "dtype", "shape", "stride", "shards", "context", "tensors"}, parent, key)
+    shape, stride = _shape(record["shape"], parent, key), _shape(record["stride"], parent, key)
+    tensors = _expect(record["tensors"], dict, parent, key)
+    forms = [list(form) for form in tensors.values() if type(form) is dict]
+    if (
+        len(shape) != len(stride)
+        or len(forms) != len(tensors)
+        or not all(f in (["$tensor"], ["$subclass"]) for f in forms)
+    ):
+        raise _corrupt("malformed tensor of a subclass", parent, key)
+    name, dtype = _expect(record["name"], str, parent, key), _expect_text(record["dtype"], _WORD, parent, key)
+    shards = _expect(record["shards"], int, parent, key)
+    return Subclass(name, dtype, tuple(shape), tuple(stride), shards, record["context"], tensors)
+
+
 def _decode_dtype(decoder: _Decoder, value: Any, parent: _Place, key: object) -> Any:
     name = _expect_text(value, _WORD, parent, key)
     import torch
@@ -1104,6 +1268,8 @@ def _decode_type(decoder: _Decoder, value: Any, parent: _Place, key: object) -> 
             **_at(parent, key),
         )
     kind = _registered[cls].kind
+    if kind is _Kind.TENSOR:
+        raise _corrupt(f"the tensor type {_shown(name)} stands where a value does", parent, key)
     if kind in (_Kind.ENUM, _Kind.FLAG):
         stored = _expect_keys(record, {"name", "value"}, parent, key)["value"]
         return _flag(cls, stored, parent, key) if kind is _Kind.FLAG else _member(cls, stored, parent, key)
@@ -1189,6 +1355,7 @@ _DECODERS: dict[str, Callable[[_Decoder, Any, _Place, object], Any]] = {
     "$path": _decode_path,
     "$purepath": _decode_pure_path,
     "$tensor": _decode_tensor,
+    "$subclass": _decode_subclass,
     "$dtype": _decode_dtype,
     "$size": _decode_size,
     "$device": _decode_device,
@@ -1313,6 +1480,10 @@ def _plain_tensor(value: Any, depth: int) -> Json:
     return f"<tensor {_string(value, _ROOT, '')}>"
 
 
+def _plain_subclass(value: Any, depth: int) -> Json:
+    return f"<{_string(value['name'], _ROOT, '')} of {', '.join(map(str, value['tensors']))}>"
+
+
 def _plain_scalar(value: Any, depth: int) -> Json:
     dtype, data = value["dtype"], _decode_bytes(None, value["data"], _ROOT, "")
     if dtype == "U":
@@ -1372,6 +1543,7 @@ _SHOWN: dict[Any, Callable[[Any, int], Json]] = {
     "$path": _plain_text,
     "$purepath": _plain_text,
     "$tensor": _plain_tensor,
+    "$subclass": _plain_subclass,
     "$dtype": _plain_text,
     "$size": _plain_items,
     "$device": _plain_text,

@@ -24,7 +24,17 @@ from holdfast.records import layout
 from holdfast.records.boxes import whole
 from holdfast.records.manifest import MeshRecord
 from holdfast.records.state import CapturedTree, CarriedTree, FrozenEntry, Inventory, PartEntry, TreeEntry
-from holdfast.tensors import dtype_name, fingerprint, held_piece, host_pieces, is_sharded, mesh_of, sample_of
+from holdfast.tensors import (
+    address,
+    dtype_name,
+    fingerprint,
+    held_piece,
+    host_pieces,
+    is_sharded,
+    mesh_of,
+    plain_parts,
+    sample_of,
+)
 
 _PIECE_BYTES = 32 << 20
 
@@ -181,12 +191,13 @@ def take_frozen(components: Mapping[str, Any], *, anew: bool = False) -> tuple[F
             names = parameter_names(component.component)
             for parameter in component.component.parameters():
                 if not parameter.requires_grad:
-                    entries.append(_frozen_entry(name, names[id(parameter)], parameter))
+                    parts = plain_parts(parameter)
+                    entries += [_frozen_entry(name, names[id(parameter)] + suffix, part) for suffix, part in parts]
     return tuple(entries)
 
 
-def _frozen_entry(component: str, name: str, parameter: torch.nn.Parameter) -> FrozenEntry:
-    key = (parameter._version, parameter.data_ptr(), sample_of(parameter))
+def _frozen_entry(component: str, name: str, parameter: torch.Tensor) -> FrozenEntry:
+    key = (parameter._version, address(parameter), sample_of(parameter))
     known: tuple[object, FrozenEntry] | None = _fingerprints.get(parameter)
     if known is not None and known[0] == key:
         return known[1]

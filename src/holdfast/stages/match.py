@@ -6,24 +6,42 @@ the state up leave, or what is wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from holdfast.components import PerRank, RNGState, check_rng_state
-from holdfast.errors import CorruptCheckpointError, StateMismatchError
-from holdfast.live import component_state, live_tree, load_module, load_optimizer, load_own_layout, own_tensors, tree_of
+from holdfast.errors import CorruptCheckpointError, HoldfastError, StateMismatchError
+from holdfast.live import (
+    component_state,
+    live_subclasses,
+    live_tree,
+    load_module,
+    load_optimizer,
+    load_own_layout,
+    tree_of,
+)
 from holdfast.naming import kind_of, optimizer_names, scopes_in_world, unwrap
 from holdfast.records import layout
-from holdfast.records.codec import Json, decode
+from holdfast.records.codec import Json, Subclass, class_name, decode, encode, subclass_of, typed
 from holdfast.records.manifest import TensorRecord, TreeRecord
 from holdfast.records.strategy import LoadStrategy
 from holdfast.records.targets import Fitted, Request
-from holdfast.tensors import dtype_name, held_piece, is_sharded, shares_elements, torch_dtype
+from holdfast.tensors import (
+    cut_like,
+    dtype_name,
+    even_shards,
+    flattened,
+    held_piece,
+    is_sharded,
+    shares_elements,
+    tensor_class,
+    torch_dtype,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,17 +144,29 @@ class _Pending:
         return cls(value, lambda: value)
 
     @classmethod
-    def decode(cls, values: Json, path: str, target: Callable[[str], torch.Tensor]) -> _Pending:
+    def decode(
+        cls,
+        values: Json,
+        path: str,
+        target: Callable[[str], torch.Tensor],
+        subclass: Callable[[str, Subclass], torch.Tensor],
+    ) -> _Pending:
         """Check the values now, with a target for each tensor that they name."""
         targets: dict[str, torch.Tensor] = {}
+        made: dict[str, torch.Tensor] = {}
 
         def find(reference: str) -> torch.Tensor:
             if reference not in targets:
                 targets[reference] = target(reference)
             return targets[reference]
 
-        preview = decode(values, path=path, tensor=find)
-        return cls(preview, lambda: decode(values, path=path, tensor=find))
+        def find_subclass(place: str, record: Subclass) -> torch.Tensor:
+            if place not in made:
+                made[place] = subclass(place, record)
+            return made[place]
+
+        preview = decode(values, path=path, tensor=find, subclass=find_subclass)
+        return cls(preview, lambda: decode(values, path=path, tensor=find, subclass=find_subclass))
 
 
 class _Matcher:
@@ -155,6 +185,7 @@ class _Matcher:
         self.components = components
         self.saved = saved
         self.strategy = strategy
+        self.live_subclasses: dict[str, torch.Tensor] | None = None
 
     def match_module(self, tree: TreeRecord) -> None:
         module = unwrap(self.component)
@@ -162,17 +193,22 @@ class _Matcher:
         live = tree_of(self.fitted.component, self.component, state, None)
         live_values, saved_values = _object(live.values, tree), _object(self.saved.values(tree), tree)
         wanted: dict[str, list[str]] = {}
+        inner: dict[str, str] = {}
         extras: dict[str, _Pending] = {}
         spared: set[str] = set()
         for key, value in live_values.items():
             # An extra state is the module's own to take up, also where it is a tensor.
-            reference = None if key.rpartition(".")[2] == "_extra_state" else _reference(value)
+            own = key.rpartition(".")[2] == "_extra_state"
+            reference, subclass = (None, None) if own else (_reference(value), subclass_of(value))
             if self._excluded(layout.leaf_name(tree.name, key)):
-                spared.add(reference or "")
+                spared |= {reference} if reference is not None else set(_references(value))
             elif key not in saved_values:
                 self.fitted.missing.append(layout.leaf_name(tree.name, key))
             elif reference is not None:
                 wanted.setdefault(reference, []).append(key)
+            elif subclass is not None:
+                saved = subclass_of(saved_values[key])
+                inner.update(self._pairs(layout.leaf_name(tree.name, key), subclass, saved))
             else:
                 extras[key] = self._decode(tree, saved_values[key], key)
         self._note_unused(tree, [key for key in saved_values if key not in live_values])
@@ -183,10 +219,13 @@ class _Matcher:
                 self.fitted.common += len(keys)
                 self._want(tree, live.tensors[path], keys, saved_values)
 
+        for path, reference in inner.items():
+            if path not in spared:
+                self._fill_inner(self._leaf(tree, reference), live.tensors[path])
+
         def take_up() -> None:
             # The tensors in it are the live ones, filled by now: what is left to do is what the modules' own hooks and
             # extra states want to do.
-            state.update(own_tensors(module, state))
             state.update({key: extra.value() for key, extra in extras.items()})
             load_module(self.fitted.component, module, state)
 
@@ -283,7 +322,8 @@ class _Matcher:
                 return self._fill(leaf, current, fresh=False)
             return self._fill(leaf, self._like_parameter(leaf, parameter), fresh=True)
 
-        state = _Pending.decode(values, layout.leaf_name(tree.name, f"state.{name}"), target)
+        subclass = partial(self._subclass, tree, parameter, in_place=True)
+        state = _Pending.decode(values, layout.leaf_name(tree.name, f"state.{name}"), target, subclass)
         if not _is_optimizer_state(state.preview):
             raise CorruptCheckpointError(f"the state of '{name}' is not what an optimizer has", file=tree.file)
         return state
@@ -295,7 +335,8 @@ class _Matcher:
         references = {key: _reference(saved_values[key]) for key in keys}
         for key, reference in references.items():
             if reference is None:
-                self.fitted.mismatched.append(f"{layout.leaf_name(tree.name, key)}: was no tensor when it was saved")
+                was = _described_value(saved_values[key])
+                self.fitted.mismatched.append(f"{layout.leaf_name(tree.name, key)}: was {was} when it was saved")
                 return
         leaves = [self._leaf(tree, reference) for reference in references.values() if reference is not None]
         if len({tuple(chunk.digests for chunk in leaf.chunks) for leaf in leaves}) > 1:
@@ -307,10 +348,7 @@ class _Matcher:
             )
             return
         if not _fits(leaf, tensor):
-            self.fitted.mismatched.append(
-                f"{leaf.name}: {leaf.dtype} {list(leaf.shape)} in the checkpoint, "
-                f"{dtype_name(tensor)} {list(tensor.shape)} now"
-            )
+            self.fitted.mismatched.append(_other_form(leaf, tensor))
             return
         self._fill(leaf, tensor, fresh=False)
 
@@ -335,7 +373,94 @@ class _Matcher:
             device = live.device if live is not None else torch.device("cpu")
             return self._fill(leaf, self._new_memory(leaf, device), fresh=True)
 
-        return _Pending.decode(values, layout.leaf_name(tree.name, path), target)
+        subclass = partial(self._subclass, tree, None, in_place=False)
+        return _Pending.decode(values, layout.leaf_name(tree.name, path), target, subclass)
+
+    # Tensors of wrapper subclasses
+
+    def _pairs(self, leaf: str, live: Subclass, saved: Subclass | None) -> dict[str, str]:
+        """Which saved tensor each inner tensor of a live one takes; none where class or context are others."""
+        if saved is None or _kind(live) != _kind(saved):
+            was = "another value" if saved is None else _described(saved)
+            self.fitted.mismatched.append(f"{leaf}: {was} in the checkpoint, {_described(live)} now")
+            return {}
+        pairs: dict[str, str] = {}
+        for name, value in live.tensors.items():
+            nested, reference, other = subclass_of(value), _reference(value), _reference(saved.tensors[name])
+            if nested is not None:
+                pairs.update(self._pairs(f"{leaf}.{name}", nested, subclass_of(saved.tensors[name])))
+            elif reference is not None and other is not None:
+                pairs[reference] = other
+            else:
+                self.fitted.mismatched.append(
+                    f"{leaf}.{name}: a tensor of a subclass in the checkpoint, a plain one now"
+                )
+        return pairs
+
+    def _fill_inner(self, leaf: TensorRecord, tensor: torch.Tensor) -> None:
+        if _fits(leaf, tensor):
+            self._fill(leaf, tensor, fresh=False)
+        else:
+            self.fitted.mismatched.append(_other_form(leaf, tensor))
+
+    def _subclass(
+        self, tree: TreeRecord, parameter: torch.Tensor | None, place: str, saved: Subclass, *, in_place: bool
+    ) -> torch.Tensor:
+        """A tensor of a wrapper subclass: the live one, filled, or a new one of the same class and context."""
+        if self.live_subclasses is None:
+            self.live_subclasses = live_subclasses(self.fitted.component, self.component, self.components)
+        live = self.live_subclasses.get(place[len(tree.name) + 1 :])
+        if live is None:
+            return self._new_subclass(tree, place, saved, parameter)
+        tensors: dict[str, torch.Tensor] = {}
+        form = _form_of(live, tensors)
+        pairs = self._pairs(place, form, saved)
+        if pairs and not in_place:
+            return self._new_subclass(tree, place, saved, live)
+        for path, reference in pairs.items():
+            self._fill_inner(self._leaf(tree, reference), tensors[path])
+        return live
+
+    def _new_subclass(self, tree: TreeRecord, place: str, saved: Subclass, like: torch.Tensor | None) -> torch.Tensor:
+        """A new tensor of the saved class, cut and placed like another. Its class must be known to the program: it is
+        that of the other tensor, or registered."""
+        known = flattened(like) if like is not None else None
+        same = known is not None and class_name(known.kind) == saved.name
+        kind: Any = known.kind if known is not None and same else tensor_class(saved.name)
+        if kind is None:
+            self._cannot_be_made(place, f"a tensor of class '{saved.name}', which is not registered")
+        if saved.shards != (even_shards(like) if is_sharded(like) else 1):
+            self._cannot_be_made(place, f"a '{saved.name}' in {saved.shards} shards, and it is cut in another way now")
+        inner = {
+            name: self._new_inner(tree, f"{place}.{name}", value, like if is_sharded(like) else None, _device(like))
+            for name, value in saved.tensors.items()
+        }
+        context = known.context if known is not None and same else decode(saved.context, path=place, tensor=None)
+        return _unflattened(kind, inner, context, saved, place, like)
+
+    def _cannot_be_made(self, place: str, what: str) -> NoReturn:
+        raise StateMismatchError(
+            f"the checkpoint has {what}, and there is no live tensor to fill",
+            component=self.fitted.component,
+            leaf=place,
+            advice="register its class with holdfast.register_type, or restore as many shards as were saved",
+        )
+
+    def _new_inner(
+        self, tree: TreeRecord, place: str, value: Json, mesh: DTensor | None, device: torch.device
+    ) -> torch.Tensor:
+        """New memory for one inner tensor; of a sharded one, for this rank's piece."""
+        reference, nested = _reference(value), subclass_of(value)
+        if nested is not None:
+            return self._new_subclass(tree, place, nested, mesh if mesh is not None else torch.empty(0, device=device))
+        leaf = self._leaf(tree, reference or "")
+        if mesh is None:
+            return self._fill(leaf, self._new_memory(leaf, device), fresh=True)
+        local = torch.empty(
+            (leaf.shape[0] // (even_shards(mesh) or 1), *leaf.shape[1:]), dtype=torch_dtype(leaf.dtype), device=device
+        )
+        self._fill(leaf, cut_like(mesh, local), fresh=True)
+        return local
 
     def _fill(self, leaf: TensorRecord, tensor: torch.Tensor, *, fresh: bool) -> torch.Tensor:
         box, local = held_piece(tensor, leaf=leaf.name)
@@ -378,6 +503,86 @@ class _Matcher:
     def _note_unused(self, tree: TreeRecord, keys: Sequence[str]) -> None:
         names = (layout.leaf_name(tree.name, key) for key in keys)
         self.fitted.unused += [name for name in names if not self._excluded(name)]
+
+
+def _kind(subclass: Subclass) -> tuple[object, ...]:
+    """What must be the same about two tensors of a wrapper subclass for one to take the content of the other."""
+    return subclass.name, subclass.dtype, subclass.shape, subclass.context, subclass.tensors.keys()
+
+
+def _described(subclass: Subclass) -> str:
+    return f"'{subclass.name}' {subclass.dtype} {list(subclass.shape)} with the context {typed(subclass.context):.300}"
+
+
+def _described_value(value: Json) -> str:
+    subclass = subclass_of(value)
+    return "no tensor" if subclass is None else _described(subclass)
+
+
+def _form_of(tensor: torch.Tensor, tensors: dict[str, torch.Tensor]) -> Subclass:
+    """The stored form of a live tensor of a wrapper subclass, with its inner tensors by their path."""
+
+    def note(path: str, inner: torch.Tensor) -> str:
+        tensors[path] = inner
+        return path
+
+    form = subclass_of(encode(tensor, path="live", on_tensor=note, flatten=flattened))
+    if form is None:
+        raise HoldfastError(f"a tensor of type '{type(tensor).__qualname__}' cannot be taken apart")
+    return form
+
+
+def _unflattened(
+    kind: Any,
+    inner: dict[str, torch.Tensor],
+    context: object,
+    saved: Subclass,
+    place: str,
+    like: torch.Tensor | None,
+) -> torch.Tensor:
+    """Put a tensor together, and make sure that it is what was saved: its class decides what it makes of the parts."""
+    local = like.to_local() if is_sharded(like) else None
+    shape = saved.shape if local is None else tuple(local.shape)
+    stride = saved.stride if local is None else tuple(local.stride())
+    try:
+        tensor: torch.Tensor = kind.__tensor_unflatten__(inner, context, torch.Size(shape), stride)
+        if is_sharded(like):
+            tensor = DTensor.from_local(
+                tensor,
+                like.device_mesh,
+                like.placements,
+                run_check=False,
+                shape=torch.Size(saved.shape),
+                stride=saved.stride,
+            )
+        same = _kind(_form_of(tensor, {})) == _kind(saved)
+    except HoldfastError:
+        raise
+    except Exception as error:
+        raise StateMismatchError(
+            f"a '{saved.name}' could not be made from what was saved: {type(error).__name__}: {error}", leaf=place
+        ) from error
+    if not same:
+        raise StateMismatchError(f"a '{saved.name}' that is made from what was saved is not what was saved", leaf=place)
+    return tensor
+
+
+def _device(like: torch.Tensor | None) -> torch.device:
+    return like.device if like is not None else torch.device("cpu")
+
+
+def _references(value: Json) -> Iterator[str]:
+    """The leaves of a stored tensor, plain or of a wrapper subclass."""
+    reference, subclass = _reference(value), subclass_of(value)
+    if reference is not None:
+        yield reference
+    for inner in subclass.tensors.values() if subclass is not None else ():
+        yield from _references(inner)
+
+
+def _other_form(leaf: TensorRecord, tensor: torch.Tensor) -> str:
+    was, now = f"{leaf.dtype} {list(leaf.shape)}", f"{dtype_name(tensor)} {list(tensor.shape)}"
+    return f"{leaf.name}: {was} in the checkpoint, {now} now"
 
 
 def _fits(leaf: TensorRecord, tensor: torch.Tensor) -> bool:
