@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple
@@ -38,10 +38,11 @@ def tree_of(name: str, component: Any, state: Any, scope: str | None) -> Capture
     tensors: dict[str, torch.Tensor] = {}
     values = encode(state, path=name, on_tensor=_collector(name, tensors), flatten=flattened)
     kind = kind_of(name, component)
-    inner = unwrap(component)
-    type_name = type(inner).__name__ if isinstance(inner, torch.optim.Optimizer) else ""
+    type_name = type(unwrap(component)).__name__ if kind != "module" else ""
     if kind == "module":
         _refuse_shared_elements(name, tensors)
+    # The name of a private class is an implementation's own affair, and may change.
+    type_name = "" if type_name.startswith("_") else type_name
     return CapturedTree(name, kind, scope, values, tensors, _led(component, kind, scope, tensors), type_name)
 
 
@@ -313,6 +314,36 @@ def _cast(live: Any, saved: Any) -> Iterator[tuple[Any, Any, torch.Tensor]]:
             yield from _cast(one, other)
 
 
+def state_keys(optimizer: torch.optim.Optimizer) -> frozenset[str] | None:
+    """Return the names of what an optimizer keeps for a parameter. One that has no state yet is asked by way of a
+    stand-in with one small parameter, which makes a step. None where that cannot be found out."""
+    for state in optimizer.state.values():
+        if isinstance(state, Mapping) and state:
+            return frozenset(map(str, state))
+    try:
+        return frozenset(map(str, _state_after_a_step(optimizer)))
+    except Exception:  # foreign code with a parameter that it was not made for
+        return None
+
+
+def _state_after_a_step(optimizer: torch.optim.Optimizer) -> Mapping[Any, Any]:
+    stand_in = object.__new__(type(optimizer))
+    vars(stand_in).update(vars(optimizer))
+    parameter = torch.nn.Parameter(torch.zeros(1, 1))
+    parameter.grad = torch.zeros(1, 1)
+    options = {key: value for key, value in optimizer.param_groups[0].items() if key != "param_names"}
+    options.update({key: False for key in ("foreach", "fused", "capturable", "differentiable") if key in options})
+    rate = options.get("lr")
+    options["lr"] = float(rate) if isinstance(rate, torch.Tensor) else rate
+    stand_in.param_groups = [{**options, "params": [parameter]}]
+    stand_in.state = defaultdict(dict)
+    stand_in._optimizer_step_pre_hooks = OrderedDict()
+    stand_in._optimizer_step_post_hooks = OrderedDict()
+    # The class's own method: a scheduler puts another one into the object.
+    type(optimizer).step(stand_in)
+    return stand_in.state[parameter]  # type: ignore[no-any-return]
+
+
 def _as_it_was(value: Any, loaded: Any) -> Any:
     """A value as it was saved: `load_state_dict` casts moments to their parameter's type, which loses bits of any kept
     in a wider one, and spoils texts. What it moved to another device stays there."""
@@ -352,6 +383,7 @@ def _restoring(name: str, components: Mapping[str, Any], state: Any) -> Callable
         _compare_keys(name, current, state)
         return partial(load_module, name, inner, state)
     names = optimizer_names(inner, components, name)
+    _compare_optimizer(name, inner, names, state)
     numbers = {parameter: number for number, parameter in enumerate(names)}
     groups = [
         {**group, "params": [numbers[parameter] for parameter in group["params"]]} for group in state["param_groups"]
@@ -366,6 +398,20 @@ def _copied(state: Any) -> Any:
     if type(state) is dict:
         return {key: _copied(value) for key, value in state.items()}
     return [_copied(value) for value in state] if type(state) is list else state
+
+
+def _compare_optimizer(name: str, optimizer: torch.optim.Optimizer, names: list[str], state: Mapping[str, Any]) -> None:
+    known = [parameter for group in state["param_groups"] for parameter in group["params"]]
+    sizes = [[len(group["params"]) for group in groups] for groups in (state["param_groups"], optimizer.param_groups)]
+    if set(known) != set(names) or sizes[0] != sizes[1]:
+        raise StateMismatchError(
+            "state and optimizer do not fit together",
+            component=name,
+            missing=[f"{name}.state.{parameter}" for parameter in names if parameter not in set(known)],
+            unexpected=[f"{name}.state.{parameter}" for parameter in known if parameter not in set(names)],
+            mismatched=[f"{name}.param_groups: {sizes[0]} parameters in the groups of the state, {sizes[1]} now"],
+            advice="no live object was changed",
+        )
 
 
 def _compare_keys(name: str, current: Mapping[str, Any], state: Mapping[str, Any]) -> None:

@@ -427,7 +427,8 @@ class _Attempt:
         for tree in manifest.trees:
             trees.setdefault(tree.component, []).append(tree)
         leaves = {tensor.name: tensor for tensor in manifest.tensors}
-        saved = SavedState(leaves, trees, self._values, self._require_file, manifest.world_size)
+        same_torch = manifest.versions.get("torch") == str(torch.__version__)
+        saved = SavedState(leaves, trees, self._values, self._require_file, manifest.world_size, same_torch)
         for name in self._chosen(trees):
             fitted = match(name, self.request.components, saved, self.request.strategy, self.place)
             if fitted.skipped:

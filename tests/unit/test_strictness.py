@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch
 
 import holdfast
 from holdfast import LoadStrategy, StateMismatchError
+from holdfast.stages.match import Place, SavedState, match
 
 
 def net(seed: int, names: str = "ab") -> torch.nn.ModuleDict:
@@ -167,3 +171,215 @@ def test_a_random_state_that_the_manager_does_without_on_purpose_is_no_warning(
     with holdfast.CheckpointManager(tmp_path, {"model": net(2)}, rng=False, mode="sync") as manager:
         manager.restore()
     assert not warnings(caplog)
+
+
+# Optimizers
+
+
+def trained(
+    seed: int, kind: type[torch.optim.Optimizer] = torch.optim.AdamW, groups: int = 1, **options: Any
+) -> dict[str, Any]:
+    """A model and an optimizer that has made a step, with its parameters in so many groups."""
+    model = net(seed)
+    parameters = list(model.parameters())
+    size = len(parameters) // groups
+    parts = [{"params": parameters[index * size : (index + 1) * size]} for index in range(groups)]
+    optimizer = kind(parts, lr=0.1 * seed, **options)  # type: ignore[call-arg]
+    sum(part(torch.ones(1, 3)).sum() for part in model.values()).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    optimizer.zero_grad()
+    return {"model": model, "optimizer": optimizer}
+
+
+@pytest.mark.guarantee("G7")
+@pytest.mark.parametrize(("before", "now"), [(1, 2), (2, 1), (4, 2)])
+def test_another_number_of_parameter_groups_is_a_mismatch(tmp_path: Path, before: int, now: int) -> None:
+    saved(tmp_path, trained(1, groups=before))
+    error = refused(tmp_path, trained(2, groups=now))
+    assert f"optimizer.param_groups: {before} in the checkpoint, {now} now" in str(error)
+    assert "exclude=" in str(error)
+
+
+@pytest.mark.parametrize("options", [{"strict": False}, {"exclude": ("optimizer.param_groups*",)}])
+def test_another_number_of_parameter_groups_has_a_way_through(tmp_path: Path, options: dict[str, Any]) -> None:
+    first = trained(1, groups=1)
+    saved(tmp_path, first)
+    state = trained(2, groups=2)
+    assert restored(tmp_path, state, **options).resumed
+    rate = 0.1 if "strict" in options else 0.2
+    assert [group["lr"] for group in state["optimizer"].param_groups] == [rate, rate]
+    moments = [[one["exp_avg"] for one in parts["optimizer"].state.values()] for parts in (first, state)]
+    assert all(torch.equal(one, other) for one, other in zip(*moments, strict=True))
+
+
+def test_excluding_the_tensors_of_an_optimizer_leaves_its_options_to_the_checkpoint(tmp_path: Path) -> None:
+    saved(tmp_path, trained(1))
+    state = trained(2)
+    restored(tmp_path, state, exclude=("optimizer.*",))
+    assert state["optimizer"].param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize("side", ["saved", "live"])
+def test_an_option_that_only_one_side_has_is_a_mismatch(tmp_path: Path, side: str) -> None:
+    first, second = trained(1), trained(2)
+    (first if side == "saved" else second)["optimizer"].param_groups[0]["layer_decay"] = 0.5
+    saved(tmp_path, first)
+    error = refused(tmp_path, second)
+    assert "optimizer.param_groups.0: 'layer_decay'" in str(error)
+    assert restored(tmp_path, second, strict=False).resumed
+    assert second["optimizer"].param_groups[0]["layer_decay"] == 0.5
+    second["optimizer"].step()
+
+
+def test_the_options_that_a_scheduler_adds_to_a_group_are_no_mismatch(tmp_path: Path) -> None:
+    first = trained(1)
+    torch.optim.lr_scheduler.OneCycleLR(first["optimizer"], max_lr=1.0, total_steps=10)
+    saved(tmp_path, first)
+    assert restored(tmp_path, trained(2)).resumed
+
+
+def test_an_optimizer_with_state_that_another_class_cannot_use_fails_before_anything_is_filled(tmp_path: Path) -> None:
+    saved(tmp_path, trained(1, torch.optim.SGD, momentum=0.9))
+    for other in (torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop):
+        state = trained(2, other)
+        state["optimizer"] = other(state["model"].parameters(), lr=0.3)  # type: ignore[call-arg]
+        error = refused(tmp_path, state, strict=False)
+        assert f"state of SGD in the checkpoint, {other.__name__} now" in str(error)
+        assert "skip=" in str(error)
+        assert not any("momentum_buffer" in one for one in state["optimizer"].state.values())
+        assert state["optimizer"].param_groups[0]["lr"] == 0.3
+        assert restored(tmp_path, state, skip=("optimizer",)).resumed
+
+
+def test_the_moments_of_adam_can_be_given_to_adamw_loosely(tmp_path: Path) -> None:
+    first = trained(1, torch.optim.Adam)
+    saved(tmp_path, first)
+    refused(tmp_path, trained(2, torch.optim.AdamW))
+    model = net(3)
+    state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.3)}
+    assert restored(tmp_path, state, strict=False).resumed
+    assert all(
+        torch.equal(one["exp_avg"], other["exp_avg"])
+        for one, other in zip(first["optimizer"].state.values(), state["optimizer"].state.values(), strict=True)
+    )
+    assert state["optimizer"].param_groups[0]["decoupled_weight_decay"]
+
+
+# Other classes
+
+
+def scheduled(seed: int, kind: str) -> dict[str, Any]:
+    parts = trained(seed)
+    kinds: dict[str, Any] = {
+        "StepLR": lambda: torch.optim.lr_scheduler.StepLR(parts["optimizer"], 3),
+        "CosineAnnealingLR": lambda: torch.optim.lr_scheduler.CosineAnnealingLR(parts["optimizer"], 9),
+        "MyStepLR": lambda: MyStepLR(parts["optimizer"], 3),
+    }
+    return {**parts, "scheduler": kinds[kind]()}
+
+
+class MyStepLR(torch.optim.lr_scheduler.StepLR):
+    pass
+
+
+@pytest.mark.guarantee("G7")
+def test_another_class_of_scheduler_is_a_mismatch_before_anything_changes(tmp_path: Path) -> None:
+    saved(tmp_path, scheduled(1, "StepLR"))
+    state = scheduled(2, "CosineAnnealingLR")
+    before = dict(state["scheduler"].state_dict())
+    error = refused(tmp_path, state)
+    assert "scheduler: state of StepLR in the checkpoint, CosineAnnealingLR now" in str(error)
+    assert state["scheduler"].state_dict() == before
+    assert restored(tmp_path, state, skip=("scheduler",)).resumed
+    assert restored(tmp_path, state, strict=False).resumed
+
+
+def test_a_subclass_takes_the_state_of_the_class_that_it_derives_from(tmp_path: Path) -> None:
+    saved(tmp_path, scheduled(1, "StepLR"))
+    assert restored(tmp_path, scheduled(2, "MyStepLR")).resumed
+    refused_run = tmp_path / "other"
+    saved(refused_run, scheduled(1, "MyStepLR"))
+    assert "MyStepLR in the checkpoint, StepLR now" in str(refused(refused_run, scheduled(2, "StepLR")))
+
+
+# How much work it is
+
+
+class CountedLeaves(Mapping[str, Any]):
+    """The leaves of a checkpoint, which count how often somebody walks through all of them."""
+
+    def __init__(self, leaves: Mapping[str, Any]) -> None:
+        self.leaves = leaves
+        self.walks = 0
+
+    def __getitem__(self, name: str) -> Any:
+        return self.leaves[name]
+
+    def __len__(self) -> int:
+        return len(self.leaves)
+
+    def __iter__(self) -> Iterator[str]:
+        self.walks += 1
+        return iter(self.leaves)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountedStrategy(LoadStrategy):
+    """A strategy that counts which leaves it is asked about."""
+
+    asked: list[str] = field(default_factory=list)
+
+    def excluding(self, leaf: str) -> str | None:
+        self.asked.append(leaf)
+        return super().excluding(leaf)
+
+
+def test_exclude_asks_once_about_each_leaf_and_never_walks_through_all_of_them_for_one(tmp_path: Path) -> None:
+    def parts(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(1)) for _ in range(40)])
+        optimizer = torch.optim.AdamW(model.parameters())
+        sum(model).sum().backward()  # type: ignore[union-attr]
+        optimizer.step()
+        return {"model": model, "optimizer": optimizer}
+
+    saved(tmp_path, parts(1))
+    checkpoint = holdfast.resolve(tmp_path)
+    manifest = checkpoint.manifest
+    values = json.loads(Path(checkpoint.path, "shared.json").read_text())["trees"]
+    leaves = CountedLeaves({leaf.name: leaf for leaf in manifest.tensors})
+    strategy = CountedStrategy(exclude=("model.3", "optimizer.state.7.*", "optimizer.state.9.exp_avg"))
+    saved_state = SavedState(
+        leaves,
+        {tree.component: [tree] for tree in manifest.trees},
+        lambda tree: values[tree.name],
+        lambda name: None,
+        manifest.world_size,
+    )
+    live = parts(2)
+    left_out: set[str] = set()
+    for name in ("model", "optimizer"):
+        left_out |= match(name, live, saved_state, strategy, Place(0, 1, None)).left_out
+    assert leaves.walks <= 2
+    assert len(strategy.asked) == len(set(strategy.asked))
+    assert len(strategy.asked) <= len(leaves.leaves)
+    assert left_out == {
+        "model.3",
+        "optimizer.state.7.step",
+        "optimizer.state.7.exp_avg",
+        "optimizer.state.7.exp_avg_sq",
+        "optimizer.state.9.exp_avg",
+    }
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_state_of_an_optimizer_with_other_parameters_or_groups_is_not_given_back(groups: int) -> None:
+    first = trained(1, groups=1)
+    state = holdfast.build_train_state(first)
+    other = trained(2, groups=groups)
+    if groups == 1:
+        other["optimizer"] = torch.optim.AdamW(other["model"]["a"].parameters())
+    before = {key: value.clone() for key, value in other["model"].state_dict().items()}
+    with pytest.raises(StateMismatchError, match="state and optimizer do not fit together"):
+        holdfast.restore_train_state(other, state)
+    assert all(torch.equal(value, before[key]) for key, value in other["model"].state_dict().items())

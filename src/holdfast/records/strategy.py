@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Self
 
 from holdfast.errors import UsageError
@@ -20,8 +21,10 @@ class LoadStrategy:
     """How to restore.
 
     only, skip: names of components to restore, or to leave as they are. At most one of them names a component.
-    exclude: globs over leaf names, such as `model.head.*`; these leaves stay as they are.
-    strict: a leaf that only one side has is an error; otherwise it is listed and left as it is.
+    exclude: globs over leaf names, such as `model.head.*`; these leaves stay as they are. A glob with `param_groups` in
+        it, such as `optimizer.param_groups*`, keeps the live options of an optimizer's groups.
+    strict: a leaf that only one side has, another number of an optimizer's groups, other names of their options or
+        another class is an error; otherwise it is listed and left as it is.
     on_missing: a component that the checkpoint does not have is an "error", or "skip" lists it and goes on.
     on_world_change: what happens to per-rank state when the number of ranks is another one: "error"; "skip" leaves the
         live state; "adapt" hands all old ranks' states to the component's `load_world_state(states, index, count)`.
@@ -37,6 +40,7 @@ class LoadStrategy:
     on_world_change: Literal["error", "skip", "adapt"] = "error"
     on_guard_mismatch: Literal["error", "warn"] = "error"
     progress: bool = True
+    _globs: tuple[tuple[str, re.Pattern[str]], ...] = field(init=False, repr=False, compare=False, default=())
 
     def __post_init__(self) -> None:
         for name in ("only", "skip", "exclude"):
@@ -51,6 +55,9 @@ class LoadStrategy:
             if getattr(self, name) not in allowed:
                 raise UsageError(f"{name}={getattr(self, name)!r}", advice=f"use one of {allowed}")
         self._check_names()
+        # Compiled once: a restore asks about every leaf.
+        compiled = tuple((glob, re.compile(fnmatch.translate(glob))) for glob in self.exclude)
+        object.__setattr__(self, "_globs", compiled)
 
     @classmethod
     def weights_only(cls, **changes: object) -> Self:
@@ -74,7 +81,12 @@ class LoadStrategy:
 
     def excluding(self, leaf: str) -> str | None:
         """The first glob that excludes a leaf, or None."""
-        return next((glob for glob in self.exclude if fnmatch.fnmatchcase(leaf, glob)), None)
+        return next((glob for glob, pattern in self._globs if pattern.match(leaf)), None)
+
+    def keeping_options(self, group: str) -> str | None:
+        """The first glob that keeps the live options of an optimizer's group, such as `optimizer.param_groups.0`. One
+        that is meant for tensors, such as `optimizer.*`, does not."""
+        return next((glob for glob, pattern in self._globs if "param_groups" in glob and pattern.match(group)), None)
 
     def _check_names(self) -> None:
         if self.only is not None and not self.only:
@@ -86,11 +98,11 @@ class LoadStrategy:
             check_component_name(name)
 
 
-def _texts(field: str, value: object) -> tuple[str, ...] | None:
-    if value is None and field == "only":
+def _texts(name: str, value: object) -> tuple[str, ...] | None:
+    if value is None and name == "only":
         return None
     if isinstance(value, str) or not isinstance(value, Sequence | set | frozenset):
-        raise UsageError(f"{field}={value!r}", advice=f"{field} takes a list of texts")
+        raise UsageError(f"{name}={value!r}", advice=f"{name} takes a list of texts")
     if not all(isinstance(text, str) and text for text in value):
-        raise UsageError(f"{field}={value!r}", advice=f"{field} takes a list of texts that are not empty")
+        raise UsageError(f"{name}={value!r}", advice=f"{name} takes a list of texts that are not empty")
     return tuple(value)

@@ -6,10 +6,11 @@ the state up leave, or what is wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -23,6 +24,7 @@ from holdfast.live import (
     load_module,
     load_optimizer,
     load_own_layout,
+    state_keys,
     tree_of,
 )
 from holdfast.naming import kind_of, optimizer_names, scopes_in_world, unwrap
@@ -43,16 +45,23 @@ from holdfast.tensors import (
     torch_dtype,
 )
 
+# Options that a scheduler adds to the groups of its optimizer, and torch's own note of the parameters' names.
+_OPTIONS_OF_SCHEDULERS = frozenset(
+    {"initial_lr", "max_lr", "min_lr", "base_lr", "max_momentum", "base_momentum", "swa_lr", "param_names"}
+)
+
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """What a checkpoint holds, ready to be looked up: leaves by name, trees by component, values by tree."""
+    """What a checkpoint holds, ready to be looked up: leaves by name, trees by component, values by tree. `same_torch`:
+    the version of torch that wrote it is this one; another may know other options of an optimizer."""
 
     leaves: Mapping[str, TensorRecord]
     trees: Mapping[str, Sequence[TreeRecord]]
     values: Callable[[TreeRecord], Json]
     require_file: Callable[[str], None]
     world_size: int
+    same_torch: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +86,12 @@ def match(name: str, components: Mapping[str, Any], saved: SavedState, strategy:
     if trees[0].kind not in (fitted.kind, "values"):
         raise StateMismatchError(f"it was saved as '{trees[0].kind}' and is '{fitted.kind}' now", component=name)
     matcher = _Matcher(fitted, component, components, saved, strategy)
+    if fitted.kind == "values" and not matcher.is_same_class(trees[0]):
+        return fitted
     if fitted.kind == "module":
         matcher.match_module(trees[0])
     elif fitted.kind == "optimizer":
         matcher.match_optimizer(trees[0])
-    elif matcher.is_of_another_class(trees[0]):
-        pass
     elif len(trees) == 1:
         matcher.match_values(trees[0])
     else:
@@ -187,6 +196,18 @@ class _Matcher:
         self.strategy = strategy
         self.live_subclasses: dict[str, torch.Tensor] | None = None
 
+    def is_same_class(self, tree: TreeRecord) -> bool:
+        """Whether the state is of the component's class, or of one that it derives from. Only a loose restore takes
+        that of another one; a checkpoint that does not say is taken at its word."""
+        kind = type(unwrap(self.component))
+        if not self.strategy.strict or tree.type in ("", *(base.__name__ for base in kind.__mro__)):
+            return True
+        self.fitted.mismatched.append(
+            f"{tree.name}: state of {tree.type} in the checkpoint, {kind.__name__} now; skip=('{tree.component}',) "
+            "leaves the component as it is, strict=False hands the state to its load_state_dict"
+        )
+        return False
+
     def match_module(self, tree: TreeRecord) -> None:
         module = unwrap(self.component)
         state = component_state(self.fitted.component, self.component, self.components)
@@ -209,16 +230,17 @@ class _Matcher:
             elif subclass is not None:
                 saved = subclass_of(saved_values[key])
                 inner.update(self._pairs(layout.leaf_name(tree.name, key), subclass, saved))
+                self.fitted.common += 1
             else:
                 extras[key] = self._decode(tree, saved_values[key], key)
         self._note_unused(tree, [key for key in saved_values if key not in live_values])
-        self.fitted.held, self.fitted.stored, self.fitted.common = len(live_values), len(saved_values), len(extras)
+        self.fitted.held, self.fitted.stored = len(live_values), len(saved_values)
+        self.fitted.common += len(extras)
         for path, keys in wanted.items():
             # A tied tensor of which one name is excluded is excluded.
             if path not in spared:
                 self.fitted.common += len(keys)
                 self._want(tree, live.tensors[path], keys, saved_values)
-
         for path, reference in inner.items():
             if path not in spared:
                 self._fill_inner(self._leaf(tree, reference), live.tensors[path])
@@ -231,17 +253,14 @@ class _Matcher:
 
         self.fitted.take_up = take_up
 
-    def is_of_another_class(self, tree: TreeRecord) -> bool:
-        """Whether the state is that of another class of optimizer, which strictly is a mismatch."""
-        now = type(unwrap(self.component)).__name__
-        if not self.strategy.strict or tree.type in ("", now):
-            return False
-        self.fitted.mismatched.append(f"{tree.name}: state of {tree.type} in the checkpoint, {now} now")
-        return True
-
     def match_optimizer(self, tree: TreeRecord) -> None:
         optimizer = unwrap(self.component)
-        if self.is_of_another_class(tree):
+        is_other = tree.type not in ("", type(optimizer).__name__)
+        if self.strategy.strict and is_other:
+            self.fitted.mismatched.append(
+                f"{tree.name}: state of {tree.type} in the checkpoint, {type(optimizer).__name__} now; "
+                f"skip=('{tree.component}',) leaves the optimizer as it is"
+            )
             return
         names = optimizer_names(optimizer, self.components, self.fitted.component)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -252,7 +271,14 @@ class _Matcher:
         self.fitted.missing += [layout.leaf_name(tree.name, f"state.{name}") for name in names if name not in known]
         self._note_unused(tree, [f"state.{name}" for name in sorted(known - set(names))])
         self.fitted.held, self.fitted.stored, self.fitted.common = len(names), len(known), len(known & set(names))
-        packed_groups = _packed_groups(optimizer, names, groups, self.fitted)
+        kept = self._kept_groups(tree, optimizer)
+        if self.strategy.strict and len(kept) < len(optimizer.param_groups):
+            self._compare_groups(tree, optimizer, names, groups, kept)
+        if is_other and not self._check_state_keys(
+            tree, optimizer, [saved_state[n] for n in names if n in saved_state]
+        ):
+            return
+        packed_groups = _packed_groups(optimizer, names, groups, self.fitted, kept)
         states: dict[Any, _Pending] = {}
         for index, name in enumerate(names):
             if name in saved_state:
@@ -269,8 +295,7 @@ class _Matcher:
             if key not in ("state", "param_groups")
         }
         decoded = [
-            group if isinstance(group, _Pending) else self._decode(tree, group, "param_groups")
-            for group in packed_groups
+            _Options(group, self._decode(tree, group.saved, "param_groups"), is_other) for group in packed_groups
         ]
 
         def take_up() -> None:
@@ -298,18 +323,88 @@ class _Matcher:
             [state.value() for state in states], index, count
         )
 
+    def _kept_groups(self, tree: TreeRecord, optimizer: torch.optim.Optimizer) -> set[int]:
+        """The numbers of the groups that keep their live options."""
+        kept = set()
+        for index in range(len(optimizer.param_groups)):
+            group = layout.leaf_name(tree.name, f"param_groups.{index}")
+            glob = self.strategy.keeping_options(group)
+            if glob is not None:
+                self.fitted.globs.add(glob)
+                self.fitted.left_out.add(group)
+                kept.add(index)
+        return kept
+
+    def _compare_groups(
+        self,
+        tree: TreeRecord,
+        optimizer: torch.optim.Optimizer,
+        names: Sequence[str],
+        groups: Sequence[dict[str, Json]],
+        kept: Set[int],
+    ) -> None:
+        """List a number of groups, or names of options, that the two sides do not share."""
+        way = f"exclude=('{tree.name}.param_groups*',) keeps the live options"
+        before, now = self._count_groups(optimizer, names, groups)
+        if before != now:
+            self.fitted.mismatched.append(f"{tree.name}.param_groups: {before} in the checkpoint, {now} now; {way}")
+        by_name = {str(name): group for group in groups for name in _names(group.get("params"), tree)}
+        start = 0
+        for index, live in enumerate(optimizer.param_groups):
+            own = names[start : start + len(live["params"])]
+            start += len(own)
+            found = next((by_name[name] for name in own if name in by_name), None)
+            if found is None or index in kept:
+                continue
+            # Another version of torch may know more options, or fewer.
+            tolerated = set() if self.saved.same_torch else set(optimizer.defaults)
+            differing = (live.keys() ^ found.keys()) - _OPTIONS_OF_SCHEDULERS - tolerated
+            for option in sorted(map(str, differing)):
+                side = "only in the checkpoint" if option in found else "only in the live optimizer"
+                self.fitted.mismatched.append(f"{tree.name}.param_groups.{index}: '{option}' is {side}; {way}")
+
+    def _count_groups(
+        self, optimizer: torch.optim.Optimizer, names: Sequence[str], groups: Sequence[dict[str, Json]]
+    ) -> tuple[int, int]:
+        """Return the number of groups on both sides. Ranks of a pipeline hold parts of the groups, and what several
+        ranks saved may be one group for each of them: then the groups of this rank's parameters count, and as long as
+        those that are one now had the same options, the number is the same."""
+        group_of = {str(name): index for index, group in enumerate(groups) for name in group["params"]}  # type: ignore[union-attr]
+        if self.saved.world_size == 1 and set(names) == set(group_of):
+            return len(groups), len(optimizer.param_groups)
+        used = {group_of[name] for name in names if name in group_of}
+        known = set(group_of)
+        start, now = 0, 0
+        for live in optimizer.param_groups:
+            now += any(name in known for name in names[start : start + len(live["params"])])
+            start += len(live["params"])
+        kinds = {json.dumps({**groups[index], "params": []}, sort_keys=True) for index in used}
+        return (now, now) if len(kinds) <= now <= len(used) else (len(used), now)
+
+    def _check_state_keys(self, tree: TreeRecord, optimizer: torch.optim.Optimizer, states: Sequence[Json]) -> bool:
+        """Whether state of another class of optimizer has what this one's has. Without it a step would fail, or begin
+        anew without a word."""
+        expected = state_keys(optimizer)
+        for state in states:
+            found = frozenset(_object(state, tree))
+            if found != expected:
+                has = "what is not known" if expected is None else ", ".join(sorted(expected)) or "nothing"
+                self.fitted.mismatched.append(
+                    f"{tree.name}: state of {tree.type} in the checkpoint, {type(optimizer).__name__} now: the one has "
+                    f"{', '.join(sorted(found))} for a parameter, the other {has}; skip=('{tree.component}',) leaves "
+                    "the optimizer as it is"
+                )
+                return False
+        return True
+
     def _match_parameter(
         self, tree: TreeRecord, values: Json, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, name: str
     ) -> _Pending | None:
         """The state of one parameter: in the optimizer's own memory where it has some, else in new memory like it."""
         prefix = f"state.{name}."
         live = optimizer.state.get(parameter, {})
-        names = (
-            [leaf for leaf in self.saved.leaves if leaf.startswith(layout.leaf_name(tree.name, prefix))]
-            if self.strategy.exclude
-            else []
-        )
-        if [leaf for leaf in names if self._excluded(leaf)]:
+        references = dict.fromkeys(_references(values)) if self.strategy.exclude else {}
+        if [reference for reference in references if self._excluded(layout.leaf_name(tree.name, reference))]:
             return _Pending.of(dict(live)) if live else None
 
         def target(reference: str) -> torch.Tensor:
@@ -571,15 +666,6 @@ def _device(like: torch.Tensor | None) -> torch.device:
     return like.device if like is not None else torch.device("cpu")
 
 
-def _references(value: Json) -> Iterator[str]:
-    """The leaves of a stored tensor, plain or of a wrapper subclass."""
-    reference, subclass = _reference(value), subclass_of(value)
-    if reference is not None:
-        yield reference
-    for inner in subclass.tensors.values() if subclass is not None else ():
-        yield from _references(inner)
-
-
 def _other_form(leaf: TensorRecord, tensor: torch.Tensor) -> str:
     was, now = f"{leaf.dtype} {list(leaf.shape)}", f"{dtype_name(tensor)} {list(tensor.shape)}"
     return f"{leaf.name}: {was} in the checkpoint, {now} now"
@@ -598,17 +684,47 @@ def _misfit(leaf: TensorRecord, parameter: torch.Tensor) -> str | None:
     return f"{list(leaf.shape)} in the checkpoint, for a parameter of {list(parameter.shape)}"
 
 
+class _Group(NamedTuple):
+    """One group of the live optimizer: its own options, the numbers of its parameters, and its saved options."""
+
+    live: Mapping[str, Any]
+    numbers: list[int]
+    saved: dict[str, Json]
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """The options that a group will have: the saved ones, and its own where nothing was saved. Of another class of
+    optimizer only those that the group has itself are taken."""
+
+    group: _Group
+    saved: _Pending
+    is_other: bool
+
+    def value(self) -> dict[str, Any]:
+        own = {key: value for key, value in self.group.live.items() if key != "params"}
+        saved = self.saved.value()
+        taken = {key: value for key, value in saved.items() if key in own or not self.is_other}
+        return {**own, **taken, "params": self.group.numbers}
+
+
 def _packed_groups(
-    optimizer: torch.optim.Optimizer, names: Sequence[str], groups: Sequence[dict[str, Json]], fitted: Fitted
-) -> list[dict[str, Any] | _Pending]:
-    """The saved options of each live group, with the parameters' numbers in place of their names; a group of which
-    nothing was saved keeps its own."""
+    optimizer: torch.optim.Optimizer,
+    names: Sequence[str],
+    groups: Sequence[dict[str, Json]],
+    fitted: Fitted,
+    kept: Set[int],
+) -> list[_Group]:
+    """The saved options of each live group; a group that keeps its own, or of which nothing was saved, has none."""
     by_name = {str(name): group for group in groups for name in group["params"]}  # type: ignore[union-attr]
-    packed: list[dict[str, Any] | _Pending] = []
+    packed: list[_Group] = []
     start = 0
     for index, live in enumerate(optimizer.param_groups):
         numbers = list(range(start, start + len(live["params"])))
         start += len(numbers)
+        if index in kept:
+            packed.append(_Group(live, numbers, {}))
+            continue
         found = [by_name[names[number]] for number in numbers if names[number] in by_name]
         options = [{key: value for key, value in group.items() if key != "params"} for group in found]
         if any(option != options[0] for option in options[1:]):
@@ -617,7 +733,7 @@ def _packed_groups(
             )
         if not options and index < len(groups) and not groups[index]["params"]:
             options = [{key: value for key, value in groups[index].items() if key != "params"}]
-        packed.append({**options[0], "params": numbers} if options else _Pending.of({**live, "params": numbers}))
+        packed.append(_Group(live, numbers, options[0] if options else {}))
     return packed
 
 
@@ -626,6 +742,20 @@ def _is_optimizer_state(state: Any) -> bool:
     if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
         return False
     return isinstance(state.get("step", 0), torch.Tensor | int | float)
+
+
+def _references(values: Json) -> Iterator[str]:
+    """The tensors that values name."""
+    if isinstance(values, dict):
+        for key, value in values.items():
+            named = value.get("tensor") if key == "$ndarray" and isinstance(value, dict) else value
+            if key in ("$tensor", "$ndarray"):
+                yield from [named] if isinstance(named, str) else []
+            else:
+                yield from _references(value)
+    elif isinstance(values, list):
+        for value in values:
+            yield from _references(value)
 
 
 def _reference(value: Json) -> str | None:
