@@ -17,7 +17,7 @@ from typing import Any, Literal, Self, TypeVar, get_args
 
 from holdfast.background import PendingSave
 from holdfast.carrying import bound_to_ranks, carried_guards, carry
-from holdfast.catalog import Catalog, Checkpoint, choose
+from holdfast.catalog import Catalog, Checkpoint
 from holdfast.components import RNGState, check_covers
 from holdfast.errors import CheckpointNotFoundError, ClosedError, HoldfastError, RunInUseError, UsageError
 from holdfast.handle import SaveHandle
@@ -36,6 +36,7 @@ from holdfast.records.linknames import LinkTemplate
 from holdfast.records.selector import Selector, check_tag, parse_selector
 from holdfast.records.state import CarriedTree
 from holdfast.records.strategy import LoadStrategy
+from holdfast.reports import Reports
 from holdfast.requests import (
     agree_on,
     agree_on_run,
@@ -197,7 +198,8 @@ class CheckpointManager:
             one_start=True,
             tell=lambda event: saver.tell(event),
         )
-        self._saver.on_commit = self._housekeeper.tidy_behind
+        self._reports = Reports(self._catalog, self._housekeeper)
+        self._saver.on_commit = partial(_after_commit, self._reports, self._housekeeper)
         if save is not None:
             self._hold_run()
 
@@ -258,7 +260,7 @@ class CheckpointManager:
             return True
         if self._ranks.size == 1:
             # With several ranks the next save does: one rank would hear of it some steps before another.
-            self._saver.poll()
+            self.poll()
         if wish.save:
             self._save(step, epoch=epoch, **said)
         return False
@@ -317,6 +319,7 @@ class CheckpointManager:
         self._check_open()
 
         def request() -> SaveRequest:
+            self._reports.settle()
             return SaveRequest(
                 step=check_step(step),
                 components=self._components,
@@ -507,31 +510,27 @@ class CheckpointManager:
 
     def report(self, step: int, metrics: Mapping[str, Any]) -> bool:
         """Add metrics to the checkpoint of a step after it was saved: ranking and `best` follow. False, and a warning,
-        when there is no such checkpoint; it may have been removed."""
+        when there is no such checkpoint; it may have been removed. While the save of the step is pending they are kept
+        and written when it is committed; if that fails again and again, the next call raises it."""
         self._check_open()
         said = self._on_all("report", lambda: (check_step(step), _reported(metrics))[1], same=repr(step))
         return on_leader(self._ranks, f"report of step {step}", lambda: self._report(step, said), returns=bool)
 
     def _report(self, step: int, metrics: dict[str, Any]) -> bool:
+        self._reports.settle()
         pending = self._saver.pending
         if pending is not None and pending.step == step and not pending.done():
-            self._housekeeper.do_behind(lambda: pending.wait() and self._note(step, metrics=metrics))
+            self._reports.add(pending, metrics)
             return True
-        return self._note(step, metrics=metrics)
-
-    def _note(self, step: int, **said: Any) -> bool:
-        found = choose(self._catalog.scan(), Selector("step", step=step))
-        try:
-            if found is not None:
-                self._note_and_tidy(found, **said)
-                return True
-        except CheckpointNotFoundError:
-            pass  # it was removed between the scan and the note
-        logger.warning("there is no checkpoint of step %d any more to add metrics to", step)
-        return False
+        written = self._reports.write_now(step, metrics)
+        self._tidy_as_writer()
+        return written
 
     def _note_and_tidy(self, checkpoint: Checkpoint, **said: Any) -> None:
         self._housekeeper.note(checkpoint, **said)
+        self._tidy_as_writer()
+
+    def _tidy_as_writer(self) -> None:
         # Who only says something of a checkpoint does not become the run's writer by it.
         if self._saver.lease:
             self._housekeeper.tidy_behind()
@@ -586,11 +585,18 @@ class CheckpointManager:
         """Raise what failed, once; never waits. With several ranks one may hear of it some calls before another."""
         self._check_open()
         self._saver.poll()
+        self._settle_reports()
 
     def wait(self) -> None:
         """Return when every save is committed; raise what failed, once."""
         self._check_open()
         self._saver.wait()
+        self._settle_reports()
+
+    def _settle_reports(self) -> None:
+        """Raise that reported metrics could not be written. With several ranks the next save or report does, on all."""
+        if self._ranks.size == 1:
+            self._reports.settle()
 
     def before_update(self) -> None:
         """Call it before changing weights in any other way than by the `step` of an optimizer in the state, such as in
@@ -602,14 +608,20 @@ class CheckpointManager:
         Idempotent."""
         if not self._closed and not self._saver.is_inherited:
             self._closed = True
-            self._finish_housework()
+            failure = self._finish_housework()
             self._saver.close()
+            if failure is not None:
+                raise failure
 
-    def _finish_housework(self) -> None:
+    def _finish_housework(self) -> HoldfastError | None:
+        """Finish all that goes on beside the saves. Returns why reported metrics could not be written."""
         self._saver.drain()
         self._reading.close()
+        self._housekeeper.wait()
+        failure = self._reports.end()
         self._housekeeper.close()
         self._pace.close()
+        return failure
 
     def __enter__(self) -> Self:
         return self
@@ -619,8 +631,12 @@ class CheckpointManager:
     ) -> None:
         if not self._closed and not self._saver.is_inherited:
             self._closed = True
-            self._finish_housework()
+            failure = self._finish_housework()
             self._saver.close_after(error)
+            if failure is not None and error is None:
+                raise failure
+            if failure is not None:
+                logger.error("%s", failure)
 
     def __repr__(self) -> str:
         names = ", ".join(self._components)
@@ -710,6 +726,11 @@ class CheckpointManager:
         self._saver.require_own_process()
         if self._closed:
             raise ClosedError("the manager was closed", run=self._catalog.storage.url, advice="build a new one")
+
+
+def _after_commit(reports: Reports, housekeeper: Housekeeper) -> None:
+    reports.note_commit()
+    housekeeper.tidy_behind()
 
 
 def _reported(metrics: Mapping[str, Any]) -> dict[str, Any]:
