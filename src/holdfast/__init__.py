@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )
     from holdfast.catalog import Checkpoint
     from holdfast.checkpointer import AsyncCheckpointer
-    from holdfast.components import PerRank, RNGState, Shared, Trainable, get_rng_state, set_rng_state
+    from holdfast.components import PerRank, RNGState, Sharded, Shared, Trainable, get_rng_state, set_rng_state
     from holdfast.configuration import CheckpointConfig
     from holdfast.contexts import LoadContext, SaveContext
     from holdfast.errors import (
@@ -102,6 +102,7 @@ _HOME = {
     "Checkpoint": "catalog",
     "PerRank": "components",
     "RNGState": "components",
+    "Sharded": "components",
     "Shared": "components",
     "Trainable": "components",
     "get_rng_state": "components",

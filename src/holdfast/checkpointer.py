@@ -21,8 +21,18 @@ from holdfast.records.events import Event
 from holdfast.records.facts import STATE_DICT_NOTE
 from holdfast.records.layout import check_component_name, check_step
 from holdfast.records.selector import check_tag
-from holdfast.requests import agree_on_run, check_callable, check_limit, check_timeout, encoded, encoded_metrics, one_of
+from holdfast.requests import (
+    Introduction,
+    agree_on_run,
+    check_callable,
+    check_limit,
+    check_timeout,
+    encoded,
+    encoded_metrics,
+    one_of,
+)
 from holdfast.saving import Saver
+from holdfast.stages.plan import Replicas
 from holdfast.stages.resolve import Location
 from holdfast.staging import ChosenMode
 from holdfast.storage.base import Storage
@@ -38,7 +48,8 @@ class AsyncCheckpointer:
 
     run, mode, process_group, storage, timeout, staging_limit_bytes, on_event: as for `CheckpointManager`. Every rank
     calls the same methods in the same order. DTensors are saved as the one tensor that they are parts of; of plain
-    tensors and values that all ranks have, the first rank's count, as in PyTorch's own checkpoints.
+    tensors and values that all ranks have, the first rank's count, as in PyTorch's own checkpoints. A name on several
+    meshes is an error, unless `replicas="trust"` says that they hold replicas.
 
     In the pinned modes nothing says which optimizer changes a tensor of a plain state dict, so everything is copied in
     the order of the training's own stream, by way of clones where the device has room for them.
@@ -54,19 +65,21 @@ class AsyncCheckpointer:
         timeout: float = 600.0,
         staging_limit_bytes: int | None = None,
         on_event: Callable[[Event], None] | None = None,
+        replicas: Replicas = "compare",
     ) -> None:
         check_timeout(timeout)
         ranks = torch_ranks(process_group, timeout_seconds=timeout)
         self._closed = False
 
-        def introduce() -> tuple[str, str, list[str]]:
+        def introduce() -> Introduction:
             one_of("mode", mode, get_args(ChosenMode))
+            one_of("replicas", replicas, get_args(Replicas))
             check_limit(staging_limit_bytes)
             check_callable("on_event", on_event)
             self._catalog = Catalog(storage_for(run, storage))
-            return self._catalog.storage.url, mode, ["state"]
+            return self._catalog.storage.url, mode, ["state"], replicas
 
-        ranks.decide("open", introduce, agree_on_run, sends=tuple[str, str, list[str]], returns=None)
+        ranks.decide("open", introduce, agree_on_run, sends=Introduction, returns=None)
         self._saver = Saver(
             self._catalog,
             ranks,
@@ -74,6 +87,7 @@ class AsyncCheckpointer:
             staging_limit_bytes=staging_limit_bytes,
             timeout_seconds=timeout,
             on_event=on_event,
+            replicas=replicas,
         )
 
     def save(

@@ -1,4 +1,5 @@
-"""How a component says what it is: the same on all ranks, one per rank, trainable parts only; and the random state.
+"""How a component says what it is: the same on all ranks, one per rank, trainable parts only, shards of whole tensors;
+and the random state.
 
 A user's object enters a wrapper; what the stages ask of it leaves. Knows torch only where a random state is taken.
 """
@@ -13,7 +14,7 @@ from typing import Any
 from holdfast.errors import StateMismatchError, UsageError
 from holdfast.records.layout import check_component_name
 
-__all__ = ["PerRank", "RNGState", "Shared", "Trainable", "get_rng_state", "set_rng_state"]
+__all__ = ["PerRank", "RNGState", "Sharded", "Shared", "Trainable", "get_rng_state", "set_rng_state"]
 
 
 class PerRank:
@@ -25,7 +26,7 @@ class PerRank:
     """
 
     def __init__(self, component: Any, group: Any = None, covers: Sequence[str] = ()) -> None:
-        if isinstance(component, PerRank | Shared | Trainable):
+        if isinstance(component, PerRank | Shared | Sharded | Trainable):
             raise UsageError(f"PerRank cannot wrap {component!r}", advice="wrap the component itself")
         if isinstance(covers, str | Mapping) or not isinstance(covers, Iterable):
             raise UsageError(
@@ -42,28 +43,87 @@ class PerRank:
         """This rank's index among the states that are kept apart, and their number."""
         if self.group is None:
             return rank, size
-        if hasattr(self.group, "get_local_rank"):
-            if self.group.ndim != 1:
-                raise UsageError(
-                    f"PerRank(group=...) takes a mesh of one dimension, not of {self.group.ndim}",
-                    advice="pick one, such as mesh['dp']",
-                )
-            return int(self.group.get_local_rank()), int(self.group.size())
-        import torch.distributed as dist
-
-        return dist.get_rank(self.group), dist.get_world_size(self.group)
+        return _place_in(self.group, "PerRank(group=...)")
 
 
 class Shared:
     """A component that is the same on all ranks, on the user's word: the leader's state is stored and given to all."""
 
     def __init__(self, component: Any) -> None:
-        if isinstance(component, PerRank | Shared):
+        if isinstance(component, PerRank | Shared | Sharded):
             raise UsageError(f"Shared cannot wrap {component!r}", advice="wrap the component itself")
         self.component = component
 
     def __repr__(self) -> str:
         return f"Shared({type(self.component).__name__})"
+
+
+class Sharded:
+    """A model of which some parameters are this rank's shards of whole tensors, as plain tensors: tensor parallelism in
+    the manner of Megatron. They are stored as the whole tensors, and restored into any other layout.
+
+    layouts: for each glob over the names of parameters and buffers, such as `"*.up.weight"`, the dimension along which
+        they are cut and the group (a process group or a DeviceMesh of one dimension) over whose ranks the equal shards
+        lie, in the order of the ranks. What no glob matches is the same on all ranks, and is compared.
+
+    The state of an optimizer that has a parameter's shape is cut as the parameter is.
+    """
+
+    def __init__(self, module: Any, layouts: Mapping[str, tuple[int, Any]]) -> None:
+        import torch
+
+        if not isinstance(module, torch.nn.Module):
+            raise UsageError(f"Sharded takes a torch.nn.Module, not {type(module).__name__}")
+        if not isinstance(layouts, Mapping) or not layouts:
+            raise UsageError(
+                f"layouts={layouts!r:.100}", advice="give a mapping such as {'*.up.weight': (0, tensor_parallel_group)}"
+            )
+        self.component = module
+        self.layouts = {glob: _checked_layout(glob, layout) for glob, layout in layouts.items()}
+
+    def __repr__(self) -> str:
+        return f"Sharded({type(self.component).__name__})"
+
+
+def _checked_layout(glob: object, layout: object) -> tuple[int, int, int]:
+    """Return the dimension, this rank's place in the group, and how many places there are."""
+    if not isinstance(glob, str) or not glob:
+        raise UsageError(f"a glob of Sharded is a text, not {glob!r:.100}")
+    if (
+        not isinstance(layout, tuple)
+        or len(layout) != 2
+        or isinstance(layout[0], bool)
+        or not isinstance(layout[0], int)
+    ):
+        raise UsageError(
+            f"the layout of '{glob}' is {layout!r:.100}",
+            advice="give a pair of a dimension and a group, such as (0, group)",
+        )
+    index, count = _place_in(layout[1], f"the layout of '{glob}'")
+    return layout[0], index, count
+
+
+def _place_in(group: Any, what: str) -> tuple[int, int]:
+    """Return this rank's place in a process group or a mesh of one dimension, and how many places there are."""
+    if hasattr(group, "get_local_rank"):
+        if group.ndim != 1:
+            raise UsageError(
+                f"{what} takes a mesh of one dimension, not of {group.ndim}", advice="pick one, such as mesh['dp']"
+            )
+        if group.get_coordinate() is None:
+            raise UsageError(f"{what}: this rank is not in the mesh", advice="give the mesh that this rank is in")
+        return int(group.get_local_rank()), int(group.size())
+    import torch.distributed as dist
+
+    if not isinstance(group, dist.ProcessGroup):
+        raise UsageError(
+            f"{what} takes a process group or a DeviceMesh, not {type(group).__name__}",
+            advice="new_group gives a process group only to the ranks that are in it",
+        )
+    index = dist.get_rank(group)
+    if index < 0:
+        raise UsageError(f"{what}: this rank is not in the group", advice="give the group that this rank is in")
+    return index, dist.get_world_size(group)
 
 
 class Trainable:

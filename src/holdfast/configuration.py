@@ -39,6 +39,7 @@ __all__ = ["CheckpointConfig", "is_dotted_name", "nearest", "shown"]
 MODES = ("auto", "sync", "async", "async_pinned", "async_device")
 RESUMES = ("auto", "required", "never")
 VERIFIES = ("full", "quick", "off")
+REPLICAS = ("compare", "trust")
 _YAML_SUFFIXES = (".yaml", ".yml")
 _TOML_SUFFIXES = (".toml",)
 _YAML_TAG = "tag:yaml.org,2002:"
@@ -56,7 +57,7 @@ class CheckpointConfig:
     run: the folder or URL of the run.
     save, keep: policies, or plain data that says the same, such as `{"every_steps": 500}` and `{"last": 3}`; they are
         policies once the config is made.
-    mode, resume, verify, timeout, staging_limit_bytes, rng, links: as for `CheckpointManager`.
+    mode, resume, verify, timeout, staging_limit_bytes, rng, links, replicas: as for `CheckpointManager`.
     allowed_packages: the packages that `manager_class` may come from; None allows any. It can narrow what the program
         allows, and cannot widen it.
 
@@ -74,6 +75,7 @@ class CheckpointConfig:
     staging_limit_bytes: int | None = None
     rng: bool = True
     links: bool | str | LinkTemplate = True
+    replicas: Literal["compare", "trust"] = "compare"
     allowed_packages: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
@@ -219,6 +221,7 @@ _FIELDS = {
     "mode": _one_of(MODES),
     "resume": _one_of(RESUMES),
     "verify": _one_of(VERIFIES),
+    "replicas": _one_of(REPLICAS),
     "timeout": _Wanted("a positive number of seconds", lambda value: _is_number(value) and value > 0),
     "staging_limit_bytes": _Wanted("a number of bytes, or nothing for no limit", _is_limit),
     "rng": _BOOLEAN,

@@ -28,7 +28,8 @@ from holdfast.records.facts import Facts, Listing
 from holdfast.records.manifest import MeshRecord, TensorRecord, TreeRecord
 from holdfast.records.selector import Ranking
 from holdfast.records.state import Brief, CarriedTree, Duty, FrozenEntry, Inventory, SavePlan
-from holdfast.stages.plan import GlobalPlan, frozen_guards, plan
+from holdfast.stages.compare import Watch
+from holdfast.stages.plan import GlobalPlan, Replicas, frozen_guards, plan
 from holdfast.survivors import wait_for_survivors
 
 logger = logging.getLogger("holdfast")
@@ -73,8 +74,11 @@ class Leader:
         claims: bool,
         staging_limit_bytes: int | None,
         timeout_seconds: float,
+        replicas: Replicas = "compare",
     ) -> None:
         self._timeout_seconds = timeout_seconds
+        self._replicas: Replicas = replicas
+        self._watch = Watch()
         self._holding = threading.Lock()
         self._catalog = catalog
         self._size = size
@@ -104,6 +108,9 @@ class Leader:
         if self._lease is not None:
             # First of all: what is committed now may be another writer's.
             self.hold_run()
+        differing = self._watch.note_samples(briefs, request.step)
+        if differing:
+            return self._stop_for(differing)
         folder = None if request.again else self._committed_at(request)
         if folder is not None:
             return SavePlan(folder, committed=True)
@@ -114,7 +121,7 @@ class Leader:
 
     def plan(self, request: SaveRequest, inventories: list[Inventory]) -> SavePlan:
         """A new plan. Nothing is touched before it stands and there is room for it."""
-        planned = plan(inventories)
+        planned = plan(inventories, self._replicas)
         self._plan = planned
         self._meshes = tuple(sorted({mesh for inventory in inventories for mesh in inventory.meshes}))
         self._number += 1
@@ -130,7 +137,32 @@ class Leader:
                 for tree in planned.trees
             ),
         )
-        return self._start(request, planned.duties)
+        if self._watch.knows(planned.replicas, self._briefs):
+            return self._start(request, planned.duties)
+        self._watch.begin(planned.replicas, planned.compared)
+        if not planned.replicas:
+            return self._start(request, planned.duties)
+        return SavePlan(
+            number=self._number,
+            duties=planned.duties,
+            comparison=self._watch.comparison,
+            replicas=planned.replicas,
+        )
+
+    def compare(self, request: SaveRequest, digests: Sequence[Sequence[bytes]]) -> SavePlan:
+        """Start the save that was planned if all replicas are the same on all ranks."""
+        differing = self._watch.compare(digests)
+        return self._stop_for(differing) if differing else self._start(request, ())
+
+    def raise_difference(self, numbers: Sequence[int], digests: Sequence[Sequence[Sequence[bytes]]]) -> None:
+        """Raise the error that names the leaves and the ranks that differ."""
+        raise self._watch.difference(numbers, digests)
+
+    def _stop_for(self, differing: tuple[int, ...]) -> SavePlan:
+        """Have the ranks look for what differs. Until they are the same again, every save compares all of them."""
+        self._structures = []
+        self._watch.forget()
+        return SavePlan(differing=differing)
 
     def facts(self, request: SaveRequest, folder: str) -> Facts:
         return Facts(
@@ -212,6 +244,7 @@ class Leader:
             folder, claim = self._catalog.claim(request.step, self._size, lease=self.lease, first=first)
         else:
             folder, claim = self._name(request.step), uuid.uuid4().hex
+        self._watch.round += 1
         return SavePlan(
             folder,
             self._number,
@@ -220,6 +253,8 @@ class Leader:
             streamed=streamed,
             lease=self.lease,
             lease_token=self._lease.token if self._lease is not None else "",
+            comparison=self._watch.comparison,
+            round=self._watch.round,
         )
 
     def _name(self, step: int) -> str:

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from holdfast.components import RNGState, Trainable
+from holdfast.components import RNGState, Shared, Trainable
 from holdfast.errors import StateMismatchError, UsageError
 from holdfast.loaders import shield_random_state
-from holdfast.naming import clean_name, kind_of, optimizer_names, parameter_names, unwrap
+from holdfast.naming import clean_name, has_torch_layout, kind_of, optimizer_names, parameter_names, unwrap
 from holdfast.records import layout
 from holdfast.records.codec import encode
 from holdfast.records.state import CapturedTree
@@ -61,6 +61,8 @@ def _refuse_shared_elements(component: str, tensors: Mapping[str, torch.Tensor])
 def _led(component: Any, kind: str, scope: str | None, tensors: Mapping[str, Any]) -> Set[str]:
     """The tensors of which the first rank's replica counts: where a user said that ranks share a state; and a model's
     buffers, which differ between the replicas of DDP until the next forward pass gives the leader's to all."""
+    if isinstance(component, Shared):
+        return tensors.keys()
     if kind == "module":
         return _buffers(unwrap(component), tensors)
     return tensors.keys() if kind == "values" and scope is not None else frozenset()
@@ -277,11 +279,23 @@ def load_optimizer(
             loaded.update({key: _as_it_was(value, loaded.get(key)) for key, value in state.items()})
 
 
-def load_own_layout(component: str, optimizer: torch.optim.Optimizer, state: Callable[[], Any]) -> None:
-    """Give an optimizer state in its own layout, through its `load_state_dict`, with the types that it was saved with.
+def load_values(name: str, component: Any, state: Callable[[], Any]) -> None:
+    """Give a component back what its own `state_dict` gave; to an optimizer, bit for bit.
 
     `state` makes the state anew at each call: an optimizer may take what it is given apart.
     """
+    if not isinstance(component, torch.optim.Optimizer):
+        component.load_state_dict(state())
+    elif not has_torch_layout(name, component):
+        _load_own_layout(name, component, state)
+    else:
+        saved = state()
+        rest = {key: value for key, value in saved.items() if key not in ("state", "param_groups")}
+        load_optimizer(component, saved["state"], saved["param_groups"], rest)
+
+
+def _load_own_layout(component: str, optimizer: torch.optim.Optimizer, state: Callable[[], Any]) -> None:
+    """Give an optimizer its state in its own layout through `load_state_dict`, with the types that were saved."""
     optimizer.load_state_dict(state())
     saved = state()
     for container, key, value in _cast(optimizer.state_dict(), saved):
@@ -375,9 +389,7 @@ def _restoring(name: str, components: Mapping[str, Any], state: Any) -> Callable
     inner = unwrap(component)
     kind = kind_of(name, component)
     if kind == "values":
-        if isinstance(inner, torch.optim.Optimizer):
-            return partial(load_own_layout, name, inner, lambda: _copied(state))
-        return partial(inner.load_state_dict, state)
+        return partial(load_values, name, inner, lambda: _copied(state))
     current = component_state(name, component, components)
     if kind == "module":
         _compare_keys(name, current, state)

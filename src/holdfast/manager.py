@@ -18,14 +18,14 @@ from typing import Any, Literal, Self, TypeVar, get_args
 from holdfast.background import PendingSave
 from holdfast.carrying import bound_to_ranks, carried_guards, carry
 from holdfast.catalog import Catalog, Checkpoint
-from holdfast.components import RNGState, check_covers
+from holdfast.components import RNGState, Sharded, check_covers
 from holdfast.errors import CheckpointNotFoundError, ClosedError, HoldfastError, RunInUseError, UsageError
 from holdfast.handle import SaveHandle
 from holdfast.housekeeping import Housekeeper
 from holdfast.leading import SaveRequest
 from holdfast.lease import reading
 from holdfast.loading import Loaded, LoadRequest, Verify, load
-from holdfast.naming import kind_of, refuse_flat_parameters
+from holdfast.naming import cuts_of, follow_models, kind_of, refuse_flat_parameters
 from holdfast.pacing import Pace
 from holdfast.policies import KeepPolicy, Trigger
 from holdfast.ranks import on_leader, torch_ranks
@@ -38,6 +38,7 @@ from holdfast.records.state import CarriedTree
 from holdfast.records.strategy import LoadStrategy
 from holdfast.reports import Reports
 from holdfast.requests import (
+    Introduction,
     agree_on,
     agree_on_run,
     check_callable,
@@ -50,6 +51,7 @@ from holdfast.requests import (
     one_of,
 )
 from holdfast.saving import Saver
+from holdfast.stages.plan import Replicas
 from holdfast.stages.resolve import Location, locate
 from holdfast.stages.retain import Decision
 from holdfast.staging import ChosenMode
@@ -92,7 +94,7 @@ class CheckpointManager:
 
     run: the folder or URL that holds the run's checkpoints.
     state: the components by name: models, optimizers, schedulers, loaders, anything with `state_dict` and
-        `load_state_dict`. `PerRank`, `Shared` and `Trainable` say more about one.
+        `load_state_dict`. `PerRank`, `Shared`, `Sharded` and `Trainable` say more about one.
     save: when `step` saves: `Every`, `At`, `OnLastStep`, `OnSignal`, `TimeLimit`, combined with `|`. None never does.
     keep: what stays: `KeepLast`, `KeepBest`, `KeepEvery`, `KeepTagged`, `KeepAll`, combined with `|`. None keeps all.
     mode: when `save` returns. "sync": when the checkpoint is committed. "async": when the state is copied to memory of
@@ -114,6 +116,8 @@ class CheckpointManager:
         "{name}--{val_loss:.3f}-{step}", one more for each checkpoint.
     on_event: a function that gets an `Event` when a save or a restore started, was staged, written, committed, failed,
         was restored, or pruned. It is called in the thread where that happens, and what it raises is logged.
+    replicas: "compare" makes it an error when ranks hold different content of a leaf of which one rank's is stored.
+        "trust" stores one rank's without a comparison.
 
     Every method that saves or restores is called on all ranks, in the same order. All of them return the same or raise
     the same.
@@ -139,6 +143,7 @@ class CheckpointManager:
         staging_limit_bytes: int | None = None,
         links: bool | str | LinkTemplate = True,
         on_event: Callable[[Event], None] | None = None,
+        replicas: Replicas = "compare",
     ) -> None:
         check_timeout(timeout)
         self._ranks = torch_ranks(process_group, timeout_seconds=timeout)
@@ -152,27 +157,28 @@ class CheckpointManager:
         self._unwanted = frozenset() if rng else frozenset({_RNG})
         self._closed = False
 
-        def introduce() -> tuple[str, str, list[str]]:
+        def introduce() -> Introduction:
             one_of("mode", mode, get_args(ChosenMode))
             one_of("resume", resume, ("auto", "required", "never"))
             one_of("verify", verify, ("full", "quick", "off"))
+            one_of("replicas", replicas, get_args(Replicas))
             _check_stage(pipeline_stage)
             check_limit(staging_limit_bytes)
             check_callable("on_event", on_event)
             _check_policies(save, keep)
             self._links = _checked_links(links)
-            self._components = _checked_components(state, rng)
+            self._components = follow_models(_checked_components(state, rng), pipeline_stage=pipeline_stage)
             self._config = encode(config, path="config", on_tensor=None)
             self._assets = _checked_assets(assets) if self._ranks.rank == 0 else ()
             self._ranking = keep.metrics if keep is not None else ()
             self._catalog = Catalog(storage_for(run, storage), ranking=self._ranking)
             # Last: from here on signals do not do what they did.
             self._pace = Pace(save, self._ranks)
-            return self._catalog.storage.url, mode, sorted(self._components)
+            return self._catalog.storage.url, mode, sorted(self._components), replicas
 
         # Construction agrees once, so that what is wrong on one rank is known to all here and not at the first save.
         with self._giving_signals_back():
-            self._ranks.decide("open", introduce, agree_on_run, sends=tuple[str, str, list[str]], returns=None)
+            self._ranks.decide("open", introduce, agree_on_run, sends=Introduction, returns=None)
         self._saver = Saver(
             self._catalog,
             self._ranks,
@@ -180,6 +186,7 @@ class CheckpointManager:
             staging_limit_bytes=staging_limit_bytes,
             timeout_seconds=timeout,
             on_event=on_event,
+            replicas=replicas,
         )
         self._needed: set[str | None] = set()
         self._awaited: tuple[str, ...] = ()
@@ -465,7 +472,7 @@ class CheckpointManager:
         """Add a component that did not exist yet. If the restored checkpoint has its state, it gets it now: True."""
         self._check_open()
         kind = self._on_all("attach", lambda: self._check_new(name, component), same=repr(name))
-        components = {**self._components, name: component}
+        components = follow_models({**self._components, name: component}, pipeline_stage=self._pipeline_stage)
         loaded = None
         if self._source is not None and self._strategy.takes(name, kind):
             catalog, checkpoint = self._source
@@ -678,8 +685,11 @@ class CheckpointManager:
         check_component_name(name)
         if name in self._components:
             raise UsageError(f"there is a component '{name}' already")
-        check_covers({**self._components, name: component})
-        return kind_of(name, component)
+        components = {**self._components, name: component}
+        check_covers(components)
+        if isinstance(component, Sharded):
+            cuts_of(name, components)
+        return kind_of(name, follow_models(components, pipeline_stage=self._pipeline_stage)[name])
 
     def _tell_restored(self, checkpoint: Checkpoint, seconds: float, phases: Mapping[str, float]) -> None:
         self._saver.tell(
@@ -779,6 +789,8 @@ def _checked_components(state: Mapping[str, Any], rng: bool) -> dict[str, Any]:
     for name, component in components.items():
         kind_of(name, component)
         refuse_flat_parameters(name, component)
+        if isinstance(component, Sharded):
+            cuts_of(name, components)
     check_covers(components)
     return components
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import fnmatch
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from holdfast.components import PerRank, RNGState, Shared, Trainable
+from holdfast.components import PerRank, RNGState, Sharded, Shared, Trainable
 from holdfast.errors import UsageError
+from holdfast.records.boxes import Cut
 from holdfast.records.layout import rank_scope, stage_scope
 from holdfast.records.state import TreeKind
 
@@ -26,7 +29,7 @@ def is_stateful_loader(component: Any) -> bool:
 
 def unwrap(component: Any) -> Any:
     """The user's own object, without what says how to keep it."""
-    return component.component if isinstance(component, PerRank | Shared | Trainable) else component
+    return component.component if isinstance(component, PerRank | Shared | Sharded | Trainable) else component
 
 
 def kind_of(name: str, component: Any) -> TreeKind:
@@ -127,6 +130,61 @@ def scopes_in_world(component: Any, *, rank: int, size: int) -> tuple[int, int]:
     return component.place(rank, size) if isinstance(component, PerRank) else (rank, size)
 
 
+def follow_models(components: Mapping[str, Any], *, pipeline_stage: int | None) -> dict[str, Any]:
+    """Return the components, each optimizer wrapped as the model whose parameters it has.
+
+    The moments of a `PerRank` model are as much a rank's own as its weights. An optimizer over models that are stored
+    in different ways has no one place to be stored in, and is refused.
+    """
+    models = {name: one for name, one in components.items() if isinstance(unwrap(one), torch.nn.Module)}
+    if not any(isinstance(one, PerRank | Shared) for one in models.values()):
+        return dict(components)
+    owners: dict[int, str] = {}
+    for name, one in models.items():
+        for key in parameter_names(unwrap(one)):
+            owners.setdefault(key, name)
+    return {name: _following(name, one, components, owners, pipeline_stage) for name, one in components.items()}
+
+
+def _following(
+    name: str, component: Any, components: Mapping[str, Any], owners: Mapping[int, str], pipeline_stage: int | None
+) -> Any:
+    optimizer = unwrap(component)
+    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(component, PerRank):
+        return component
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    found = dict.fromkeys(owners[id(parameter)] for parameter in parameters if id(parameter) in owners)
+    ways = {model: _way_of_keeping(components[model], pipeline_stage) for model in found}
+    first = next(iter(found), None)
+    if first is None:
+        return component
+    for model, way in ways.items():
+        if way != ways[first]:
+            raise UsageError(
+                f"the optimizer has parameters of '{first}' and of '{model}', which are stored in different ways",
+                component=name,
+                advice="wrap both models in the same way, or use one optimizer for each",
+            )
+    model = components[first]
+    if isinstance(model, PerRank):
+        if isinstance(component, Shared):
+            raise UsageError(
+                f"the optimizer is Shared and its model '{first}' is PerRank",
+                component=name,
+                advice="leave the optimizer as it is, or wrap it in PerRank, too",
+            )
+        return PerRank(optimizer, group=model.group)
+    return Shared(optimizer) if isinstance(model, Shared) else component
+
+
+def _way_of_keeping(component: Any, pipeline_stage: int | None) -> object:
+    """Return what must be the same for all models of one optimizer."""
+    if isinstance(component, PerRank):
+        return "per rank", id(component.group)
+    # Without stages a shared model and any other are stored in one place.
+    return "shared" if pipeline_stage is None or isinstance(component, Shared) else "stage"
+
+
 def parameter_names(module: torch.nn.Module) -> Mapping[int, str]:
     """Each parameter's name in a checkpoint, by the parameter's identity. A tied one has its first name."""
     parts = _parts(module)
@@ -174,6 +232,84 @@ def optimizer_names(optimizer: torch.optim.Optimizer, components: Mapping[str, A
             )
     several = len({owner[0] for owner in found if owner}) > 1
     return [f"{owner[0]}.{owner[1]}" if several else owner[1] for owner in found if owner]
+
+
+def cuts_of(name: str, components: Mapping[str, Any]) -> Mapping[str, Cut]:
+    """Return the declared shards of a component by their path in its tree; for an optimizer, by the path of each
+    parameter's state. `cut_at` looks them up."""
+    component = components[name]
+    if isinstance(component, Sharded):
+        return dict(_declared_cuts(name, component))
+    models = {key: one for key, one in components.items() if isinstance(one, Sharded)}
+    optimizer = unwrap(component)
+    if not models or not isinstance(optimizer, torch.optim.Optimizer):
+        return {}
+    cuts: dict[int, Cut] = {}
+    for key, model in models.items():
+        declared = dict(_declared_cuts(key, model))
+        names = parameter_names(model.component)
+        cuts.update({parameter: declared[first] for parameter, first in names.items() if first in declared})
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    names_here = optimizer_names(optimizer, components, name)
+    return {
+        f"state.{own}": cuts[id(parameter)]
+        for own, parameter in zip(names_here, parameters, strict=True)
+        if id(parameter) in cuts
+    }
+
+
+def cut_at(cuts: Mapping[str, Cut], path: str, tensor: torch.Tensor) -> Cut | None:
+    """Return the declared shard that a tensor is, by its path or by that of the parameter whose state it is. State of
+    another shape than the parameter's is not cut."""
+    while cuts and path:
+        cut = cuts.get(path)
+        if cut is not None:
+            return cut if cut.sizes == tuple(tensor.shape) else None
+        path = path.rpartition(".")[0]
+    return None
+
+
+def _declared_cuts(name: str, component: Sharded) -> Iterator[tuple[str, Cut]]:
+    """Yield each declared parameter and buffer with its shard; refuse what cannot be declared so."""
+    module = component.component
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    unmatched = set(component.layouts)
+    first: dict[int, tuple[str, tuple[int, int, int] | None]] = {}
+    for raw, tensor in named:
+        own = clean_name(module, raw)
+        globs = [glob for glob in component.layouts if fnmatch.fnmatchcase(own, glob)]
+        unmatched.difference_update(globs)
+        layout = _one_layout(f"{name}.{own}", {glob: component.layouts[glob] for glob in globs})
+        tied, counts = first.setdefault(id(tensor), (own, layout))
+        if layout is not None and layout != counts:
+            raise UsageError(
+                f"the parameter is tied to '{tied}', whose layout counts",
+                leaf=f"{name}.{own}",
+                advice=f"declare '{tied}'",
+            )
+        if layout is not None:
+            dimension, place, places = layout
+            yield own, Cut(_checked_dimension(f"{name}.{own}", tensor, dimension), place, places, tuple(tensor.shape))
+    if unmatched:
+        raise UsageError(
+            f"no parameter and no buffer matches {', '.join(repr(glob) for glob in sorted(unmatched))}",
+            component=name,
+            advice="globs are compared with names such as those of model.named_parameters()",
+        )
+
+
+def _one_layout(leaf: str, layouts: Mapping[str, tuple[int, int, int]]) -> tuple[int, int, int] | None:
+    if len(set(layouts.values())) > 1:
+        raise UsageError(f"the globs {', '.join(map(repr, layouts))} give different layouts", leaf=leaf)
+    return next(iter(layouts.values()), None)
+
+
+def _checked_dimension(leaf: str, tensor: torch.Tensor, dimension: int) -> int:
+    if isinstance(tensor, DTensor):
+        raise UsageError("a DTensor has a layout of its own", leaf=leaf, advice="leave it out of Sharded")
+    if not -tensor.dim() <= dimension < tensor.dim():
+        raise UsageError(f"a tensor of shape {list(tensor.shape)} has no dimension {dimension}", leaf=leaf)
+    return int(dimension % tensor.dim())
 
 
 def _parts(module: torch.nn.Module) -> list[torch.nn.Module]:

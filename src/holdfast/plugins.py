@@ -129,6 +129,7 @@ class HoldfastManager:
             config=config_to_store,
             assets=assets,
             staging_limit_bytes=config.staging_limit_bytes,
+            replicas=config.replicas,
             **self._shared,
         )
         self._state = dict(state)

@@ -113,14 +113,19 @@ def agree_on(label: str, words: list[str]) -> None:
             raise UsageError(f"the ranks disagree in {label}: {words[0]} on rank 0 and {word} on rank {rank}")
 
 
-def agree_on_run(words: list[tuple[str, str, list[str]]]) -> None:
+Introduction = tuple[str, str, list[str], str]
+"""What a rank says when a run is opened: the run, the mode, its components' names, and what it does with replicas."""
+
+
+def agree_on_run(words: list[Introduction]) -> None:
     # Pipeline ranks may hold different components. What a name stands for may not differ, and the plan checks that.
-    if not all(names for _, _, names in words):
+    if not all(names for _, _, names, _ in words):
         raise UsageError("some ranks have no component at all")
     # Ranks that write to different folders would commit a checkpoint of which a part lies elsewhere.
     run = words[0][0]
-    agree_on("mode", [mode for _, mode, _ in words])
-    for rank, (other, _, _) in enumerate(words):
+    agree_on("mode", [mode for _, mode, _, _ in words])
+    agree_on("replicas", [replicas for *_, replicas in words])
+    for rank, (other, *_) in enumerate(words):
         if other != run:
             raise UsageError(
                 f"the ranks have different runs: {run} on rank 0 and {other} on rank {rank}",

@@ -49,10 +49,12 @@ from holdfast.records.events import Event
 from holdfast.records.facts import Listing
 from holdfast.records.files import PlainFile
 from holdfast.records.images import Image, Job, Layout, PlainImage
-from holdfast.records.state import Brief, Duty, Inventory, Receipt, SavePlan
+from holdfast.records.state import Brief, Duty, Inventory, Receipt, ReplicaSet, SavePlan
 from holdfast.room import room_for_staging
 from holdfast.stages.capture import Capture, Capturer
 from holdfast.stages.commit import commit
+from holdfast.stages.compare import Sampler, digest_parts, digest_sets
+from holdfast.stages.plan import Replicas
 from holdfast.stages.stage import FileLayout, asset_files, lay_out, stage, values_file
 from holdfast.stages.write import write
 from holdfast.staging import ChosenMode, Mode, Stager, changes_in_step_alone, is_on_device, room_for_clone
@@ -81,6 +83,7 @@ class Saver:
     staging_limit_bytes: the memory that staging may take on a rank; a save that needs more is written in pieces, from
         the tensors' own memory, before the call returns.
     on_event: is called with every `Event`, from whatever thread it happens in; what it raises is logged.
+    replicas: "compare" makes it an error when ranks hold different content under one name, "trust" compares nothing.
 
     `on_commit` can be set: it is called on the leader after each commit, from whatever thread that happens in.
     """
@@ -94,6 +97,7 @@ class Saver:
         staging_limit_bytes: int | None = None,
         timeout_seconds: float = 600.0,
         on_event: Callable[[Event], None] | None = None,
+        replicas: Replicas = "compare",
     ) -> None:
         self.events: deque[Event] = deque(maxlen=_REMEMBERED_EVENTS)
         self.head: str | None = None
@@ -111,7 +115,9 @@ class Saver:
             claims=mode == "sync",
             staging_limit_bytes=staging_limit_bytes,
             timeout_seconds=timeout_seconds,
+            replicas=replicas,
         )
+        self._sampler = Sampler(ranks.rank)
         self._plan: _RankPlan | None = None
         self._stager = Stager()
         self._writer: Writer | None = None
@@ -314,28 +320,73 @@ class Saver:
         # The step is part of the label, so that ranks which save different steps are told so.
         decided = self._ranks.decide(
             f"save of step {step!r:.40}",
-            lambda: self._brief(ready()[1]),
+            lambda: self._brief(ready()[1], step),
             lambda briefs: self._leader.begin(ready()[0], briefs),
             sends=Brief,
             returns=SavePlan,
         )
-        if decided.number or decided.committed or decided.unheard:
+        if decided.committed or decided.unheard:
             return decided
-        return self._ranks.decide(
-            f"plan of step {step}",
-            lambda: ready()[1].inventory(),
-            lambda inventories: self._leader.plan(ready()[0], inventories),
-            sends=Inventory,
+        captured = ready()[1]
+        if decided.differing:
+            self._find_difference(step, captured, self._sampler.sets, decided.differing)
+        if not decided.number:
+            decided = self._ranks.decide(
+                f"plan of step {step}",
+                captured.inventory,
+                lambda inventories: self._leader.plan(ready()[0], inventories),
+                sends=Inventory,
+                returns=SavePlan,
+            )
+        if not decided.folder:
+            decided = self._compare(step, ready, decided)
+        if decided.comparison != self._sampler.comparison(captured.structure):
+            self._sampler.begin(decided.replicas, decided.comparison, captured.structure)
+        self._sampler.round = decided.round
+        return decided
+
+    def _compare(self, step: int, ready: _Ready, planned: SavePlan) -> SavePlan:
+        """Compare all replicas of a new plan, before anything is written, and start the save."""
+        request, captured = ready()
+        sets = planned.replicas
+        started = self._ranks.decide(
+            f"replicas of step {step}",
+            lambda: digest_sets(sets, self._ranks.rank, captured.memory),
+            lambda digests: self._leader.compare(request, digests),
+            sends=tuple[bytes, ...],
             returns=SavePlan,
         )
+        if started.differing:
+            self._find_difference(step, captured, sets, started.differing)
+        return msgspec.structs.replace(started, duties=planned.duties, replicas=sets)
 
-    def _brief(self, captured: Capture) -> Brief:
+    def _find_difference(
+        self, step: int, captured: Capture, sets: Sequence[ReplicaSet], differing: tuple[int, ...]
+    ) -> None:
+        """Raise, on all ranks, the error that names what differs."""
+        self._ranks.decide(
+            f"difference at step {step}",
+            lambda: digest_parts(sets, differing, self._ranks.rank, captured.memory),
+            lambda digests: self._leader.raise_difference(differing, digests),
+            sends=tuple[tuple[bytes, ...], ...],
+            returns=None,
+        )
+
+    def _brief(self, captured: Capture, step: int) -> Brief:
         known = self._plan.number if self._plan is not None else 0
         # An arena that held this very structure holds it again; any other may need more memory than there is.
         same = self._plan is not None and self._plan.structure == captured.structure and self._stager.capacity_bytes
         room = None if same else room_for_staging() + self._stager.capacity_bytes
-        unheard = self._unheard() is not None
-        return Brief(captured.structure, captured.digests, captured.frozen, known, room, unheard)
+        return Brief(
+            captured.structure,
+            captured.digests,
+            captured.frozen,
+            known,
+            room,
+            unheard=self._unheard() is not None,
+            comparison=self._sampler.comparison(captured.structure),
+            samples=self._sampler.take(captured.memory, captured.structure, step),
+        )
 
     def _follow(self, work: _Work, pending: PendingSave) -> None:
         """Do what was decided."""

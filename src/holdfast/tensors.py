@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import UninitializedTensorMixin
 
 from holdfast.errors import UsageError
-from holdfast.records.boxes import Box, strides_of, whole
+from holdfast.records.boxes import Box, Cut, strides_of, whole
 from holdfast.records.codec import Flattened, registered_tensor
 from holdfast.records.dtypes import ELEMENT_TYPES
 from holdfast.records.files import HostMemory, Pieces
@@ -193,8 +193,16 @@ def any_sharded(tensors: Iterable[torch.Tensor]) -> bool:
     return any(issubclass(kind, DTensor) for kind in set(map(type, tensors)))
 
 
-def held_piece(tensor: torch.Tensor, *, leaf: str) -> tuple[Box, torch.Tensor]:
-    """The piece of a tensor that this rank holds, and where it lies in the whole. The cut is PyTorch's own."""
+def whole_shape(tensor: torch.Tensor, cut: Cut | None = None) -> tuple[int, ...]:
+    """Return the shape of the whole tensor of which this rank may hold a piece."""
+    return tuple(tensor.shape) if cut is None else cut.shape
+
+
+def held_piece(tensor: torch.Tensor, *, leaf: str, cut: Cut | None = None) -> tuple[Box, torch.Tensor]:
+    """The piece of a tensor that this rank holds, and where it lies in the whole. The cut is PyTorch's own, or, for a
+    plain tensor, the one that was declared."""
+    if cut is not None:
+        return cut.box, tensor.detach()
     if not isinstance(tensor, DTensor):
         return whole(tuple(tensor.shape)), tensor.detach()
     chunks = tensor.__create_chunk_list__()
@@ -212,6 +220,11 @@ def held_piece(tensor: torch.Tensor, *, leaf: str) -> tuple[Box, torch.Tensor]:
 def mesh_of(tensor: DTensor) -> MeshRecord:
     mesh = tensor.device_mesh
     return MeshRecord(shape=tuple(mesh.shape), dimensions=tuple(mesh.mesh_dim_names or ()))
+
+
+def ranks_of(tensor: DTensor) -> tuple[int, ...]:
+    """Return the ranks of a tensor's mesh, in ascending order."""
+    return tuple(sorted(int(rank) for rank in tensor.device_mesh.mesh.flatten().tolist()))
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:

@@ -30,6 +30,7 @@ def tried(act: Any) -> tuple[str, str]:
 def disagree(rank: int, folder: str) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     start = time.monotonic()
+    torch.manual_seed(0)
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1 if rank == 0 else 0.001)
     state = {"model": model, "optimizer": optimizer}

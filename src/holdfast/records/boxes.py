@@ -42,6 +42,25 @@ class Box(NamedTuple):
         return Box(tuple(a - b for a, b in zip(self.offsets, other.offsets, strict=True)), self.sizes)
 
 
+class Cut(NamedTuple):
+    """One of `places` equal shards of a tensor along one dimension: which one, and its sizes."""
+
+    dimension: int
+    place: int
+    places: int
+    sizes: Shape
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the whole tensor."""
+        return tuple(n * self.places if d == self.dimension else n for d, n in enumerate(self.sizes))
+
+    @property
+    def box(self) -> Box:
+        """Where the shard lies in the whole tensor."""
+        return Box(tuple(n * self.place if d == self.dimension else 0 for d, n in enumerate(self.sizes)), self.sizes)
+
+
 def whole(shape: Shape) -> Box:
     return Box((0,) * len(shape), shape)
 

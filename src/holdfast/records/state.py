@@ -5,7 +5,7 @@ The live tensors themselves travel in `CapturedTree`, which never leaves its pro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +15,8 @@ from holdfast.records import layout
 from holdfast.records.boxes import Box
 from holdfast.records.codec import Json
 from holdfast.records.manifest import ChunkRecord, FileRecord, MeshRecord
+
+_SHOWN_RANKS = 8
 
 TreeKind = Literal["module", "optimizer", "values"]
 
@@ -62,7 +64,11 @@ class TreeEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PartEntry(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor of one tree as the leader sees it: the whole's type and shape, and the box that this rank holds."""
+    """One tensor of one tree as the leader sees it: the whole's type and shape, and the box that this rank holds.
+
+    `mesh` is the index, in the inventory's `mesh_ranks`, of the mesh that cuts a DTensor; -1: no mesh does. `device` is
+    the type of the device that holds the box.
+    """
 
     tree: int
     path: str
@@ -71,6 +77,8 @@ class PartEntry(msgspec.Struct, frozen=True, array_like=True):
     box: Box
     sharded: bool
     led: bool = False
+    mesh: int = -1
+    device: str = "cpu"
 
 
 class FrozenEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -85,12 +93,40 @@ class FrozenEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Inventory(msgspec.Struct, frozen=True, array_like=True):
-    """All that one rank could write, and what it leaves out on purpose."""
+    """All that one rank could write, and what it leaves out on purpose. `mesh_ranks` are the ranks of each mesh."""
 
     trees: tuple[TreeEntry, ...]
     parts: tuple[PartEntry, ...]
     meshes: tuple[MeshRecord, ...]
     frozen: tuple[FrozenEntry, ...] = ()
+    mesh_ranks: tuple[tuple[int, ...], ...] = ()
+
+
+class ReplicaSet(msgspec.Struct, frozen=True, array_like=True):
+    """Boxes of leaves that the same ranks hold, whose content is compared.
+
+    `choice` says for each of `ranks` which of `parts` are its parts of the inventory; all of `parts` are equally long.
+    `device` is the type of the device that holds them on every rank, "" where that differs. `quota` is how many of them
+    are sampled at each save.
+    """
+
+    ranks: tuple[int, ...]
+    parts: tuple[tuple[int, ...], ...]
+    choice: tuple[int, ...]
+    device: str
+    quota: int = 0
+
+    def parts_of(self, rank: int) -> tuple[int, ...]:
+        """Return the parts of this set on one of its ranks."""
+        return self.parts[self.choice[self.ranks.index(rank)]]
+
+
+class Sample(msgspec.Struct, frozen=True, array_like=True):
+    """Digests of the sampled replicas on one rank: of the save of `step`, by the number of their set."""
+
+    round: int
+    step: int
+    digests: tuple[tuple[int, bytes], ...]
 
 
 class Duty(msgspec.Struct, frozen=True, array_like=True):
@@ -106,6 +142,7 @@ class Brief(msgspec.Struct, frozen=True, array_like=True):
 
     `plan` is the number of the plan that this rank has. `room_bytes` is the memory that staging may take; None: all
     that it needs is there already. `unheard`: the failure of the save before was not raised on this rank yet.
+    `comparison` is the number of the replica sets that this rank has, and `samples` are digests of some of them.
     """
 
     structure: str
@@ -114,6 +151,8 @@ class Brief(msgspec.Struct, frozen=True, array_like=True):
     plan: int
     room_bytes: int | None = None
     unheard: bool = False
+    comparison: int = 0
+    samples: tuple[Sample, ...] = ()
 
 
 class SavePlan(msgspec.Struct, frozen=True, array_like=True):
@@ -123,6 +162,10 @@ class SavePlan(msgspec.Struct, frozen=True, array_like=True):
     `duties` it is the one that every rank has, and with neither the leader wants to see the inventories. `streamed`:
     there is no room to stage, so the save is written from the tensors' own memory. `unheard`: raise what failed before.
     `lease` is the number under which the leader writes, `lease_token` the token of its claim, which no other run has.
+
+    `comparison` is the number of the replica sets to sample from; `replicas` are those sets, where they are new, which
+    are compared before the save starts. `round` is the number of the next sample. `differing` are the numbers of sets
+    whose replicas differ: the ranks look for the leaves, and no save starts.
     """
 
     folder: str = ""
@@ -134,6 +177,10 @@ class SavePlan(msgspec.Struct, frozen=True, array_like=True):
     unheard: bool = False
     lease: int = 0
     lease_token: str = ""
+    comparison: int = 0
+    round: int = 0
+    replicas: tuple[ReplicaSet, ...] = ()
+    differing: tuple[int, ...] = ()
 
 
 class Receipt(msgspec.Struct, frozen=True, array_like=True):
@@ -141,3 +188,10 @@ class Receipt(msgspec.Struct, frozen=True, array_like=True):
 
     files: tuple[FileRecord, ...]
     chunks: tuple[tuple[str, ChunkRecord], ...]
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Return the numbers of ranks for a message, the first few of them where there are many."""
+    shown = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
+    more = f" and {len(ranks) - _SHOWN_RANKS} more" if len(ranks) > _SHOWN_RANKS else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"

@@ -18,10 +18,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from holdfast.components import Trainable
 from holdfast.errors import UsageError
 from holdfast.live import component_state, tree_of
-from holdfast.naming import parameter_names, scope_of
+from holdfast.naming import cut_at, cuts_of, parameter_names, scope_of
 from holdfast.recall import Remembered, remember
 from holdfast.records import layout
-from holdfast.records.boxes import whole
+from holdfast.records.boxes import Cut, whole
 from holdfast.records.manifest import MeshRecord
 from holdfast.records.state import CapturedTree, CarriedTree, FrozenEntry, Inventory, PartEntry, TreeEntry
 from holdfast.tensors import (
@@ -33,7 +33,9 @@ from holdfast.tensors import (
     is_sharded,
     mesh_of,
     plain_parts,
+    ranks_of,
     sample_of,
+    whole_shape,
 )
 
 _PIECE_BYTES = 32 << 20
@@ -56,11 +58,12 @@ class Capture:
     frozen: tuple[FrozenEntry, ...]
     memory: list[torch.Tensor]
     structure: str
+    mesh_ranks: tuple[tuple[int, ...], ...] = ()
 
     def inventory(self) -> Inventory:
         """All that the leader needs in order to plan."""
         entries = tuple(map(_tree_entry, self.trees, self.texts, self.digests))
-        return Inventory(entries, self.parts, self.meshes, self.frozen)
+        return Inventory(entries, self.parts, self.meshes, self.frozen, self.mesh_ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,7 @@ class Capturer:
         self._parts: list[tuple[PartEntry, ...]] = []
         self._every_part: tuple[PartEntry, ...] = ()
         self._structure = ""
+        self._mesh_ranks: dict[tuple[int, ...], int] = {}
 
     def capture(
         self,
@@ -115,7 +119,9 @@ class Capturer:
         ordered = tuple(sorted(meshes))
         structure = self._digest_structure(trees, parts, ordered)
         frozen = take_frozen(components)
-        return Capture(trees, texts, digests, self._every_part, ordered, frozen, memory, structure)
+        return Capture(
+            trees, texts, digests, self._every_part, ordered, frozen, memory, structure, tuple(self._mesh_ranks)
+        )
 
     def _take(
         self, index: int, name: str, component: Any, components: Mapping[str, Any], scope: str | None
@@ -127,7 +133,7 @@ class Capturer:
             if tree is not None and tree.scope == scope and (not known.parts or known.parts[0].tree == index):
                 return tree, known
         tree = tree_of(name, component, state, scope)
-        parts, meshes = _parts_of(index, tree)
+        parts, meshes = _parts_of(index, tree, cuts_of(name, components), self._mesh_ranks)
         if known is not None and known.parts == parts:
             parts = known.parts
         return tree, _Known(remember(tree, state), parts, meshes)
@@ -162,18 +168,31 @@ class Capturer:
         return self._structure
 
 
-def _parts_of(index: int, tree: CapturedTree) -> tuple[tuple[PartEntry, ...], frozenset[MeshRecord]]:
+def _parts_of(
+    index: int, tree: CapturedTree, cuts: Mapping[str, Cut], mesh_ranks: dict[tuple[int, ...], int]
+) -> tuple[tuple[PartEntry, ...], frozenset[MeshRecord]]:
+    """Return the parts of a tree and their meshes; what is new among the meshes' ranks gets the next number."""
     parts = []
     meshes = set()
     for path, tensor in tree.tensors.items():
-        shape = tuple(tensor.shape)
-        sharded = is_sharded(tensor)
-        if sharded:
-            box, _ = held_piece(tensor, leaf=layout.leaf_name(tree.component, path))
+        cut, mesh = cut_at(cuts, path, tensor), -1
+        box, _ = held_piece(tensor, leaf=layout.leaf_name(tree.component, path), cut=cut)
+        if is_sharded(tensor):
             meshes.add(mesh_of(tensor))
-        else:
-            box = whole(shape)
-        parts.append(PartEntry(index, path, dtype_name(tensor), shape, box, sharded, path in tree.led))
+            mesh = mesh_ranks.setdefault(ranks_of(tensor), len(mesh_ranks))
+        parts.append(
+            PartEntry(
+                index,
+                path,
+                dtype_name(tensor),
+                whole_shape(tensor, cut),
+                box,
+                sharded=cut is not None or is_sharded(tensor),
+                led=path in tree.led,
+                mesh=mesh,
+                device=tensor.device.type,
+            )
+        )
     return tuple(parts), frozenset(meshes)
 
 

@@ -23,12 +23,13 @@ from holdfast.live import (
     live_tree,
     load_module,
     load_optimizer,
-    load_own_layout,
+    load_values,
     state_keys,
     tree_of,
 )
-from holdfast.naming import kind_of, optimizer_names, scopes_in_world, unwrap
+from holdfast.naming import cut_at, cuts_of, kind_of, optimizer_names, scopes_in_world, unwrap
 from holdfast.records import layout
+from holdfast.records.boxes import Cut
 from holdfast.records.codec import Json, Subclass, class_name, decode, encode, subclass_of, typed
 from holdfast.records.manifest import TensorRecord, TreeRecord
 from holdfast.records.strategy import LoadStrategy
@@ -43,6 +44,7 @@ from holdfast.tensors import (
     shares_elements,
     tensor_class,
     torch_dtype,
+    whole_shape,
 )
 
 # Options that a scheduler adds to the groups of its optimizer, and torch's own note of the parameters' names.
@@ -195,6 +197,7 @@ class _Matcher:
         self.saved = saved
         self.strategy = strategy
         self.live_subclasses: dict[str, torch.Tensor] | None = None
+        self.cuts = cuts_of(fitted.component, components)
 
     def is_same_class(self, tree: TreeRecord) -> bool:
         """Whether the state is of the component's class, or of one that it derives from. Only a loose restore takes
@@ -240,7 +243,8 @@ class _Matcher:
             # A tied tensor of which one name is excluded is excluded.
             if path not in spared:
                 self.fitted.common += len(keys)
-                self._want(tree, live.tensors[path], keys, saved_values)
+                cut = cut_at(self.cuts, path, live.tensors[path])
+                self._want(tree, live.tensors[path], keys, saved_values, cut)
         for path, reference in inner.items():
             if path not in spared:
                 self._fill_inner(self._leaf(tree, reference), live.tensors[path])
@@ -311,11 +315,7 @@ class _Matcher:
             # It is taken up last, when everything else has changed: what is wrong with it must be known before. Its
             # tensors are not filled yet, so only the rest can be looked at.
             check_rng_state(state.preview)
-        inner = unwrap(self.component)
-        if isinstance(inner, torch.optim.Optimizer):
-            self.fitted.take_up = partial(load_own_layout, self.fitted.component, inner, state.value)
-        else:
-            self.fitted.take_up = lambda: inner.load_state_dict(state.value())
+        self.fitted.take_up = partial(load_values, self.fitted.component, unwrap(self.component), state.value)
 
     def match_world(self, trees: Sequence[TreeRecord], index: int, count: int) -> None:
         states = [self._decode(tree, self.saved.values(tree), "") for tree in trees]
@@ -410,11 +410,17 @@ class _Matcher:
         def target(reference: str) -> torch.Tensor:
             leaf = self._leaf(tree, reference)
             current = live.get(reference.removeprefix(prefix)) if isinstance(live, Mapping) else None
-            wrong = _misfit(leaf, parameter) if not isinstance(optimizer, torch.optim.LBFGS) else None
+            cut = cut_at(self.cuts, f"state.{name}", parameter)
+            wrong = _misfit(leaf, whole_shape(parameter, cut)) if not isinstance(optimizer, torch.optim.LBFGS) else None
             if wrong is not None:
                 self.fitted.mismatched.append(f"{leaf.name}: {wrong}")
-            if isinstance(current, torch.Tensor) and _fits(leaf, current):
-                return self._fill(leaf, current, fresh=False)
+            if isinstance(current, torch.Tensor):
+                own = cut_at(self.cuts, f"state.{name}", current)
+                if _fits(leaf, current, own):
+                    return self._fill(leaf, current, fresh=False, cut=own)
+            if cut is not None and cut.shape == leaf.shape:
+                shard = torch.empty_like(parameter.detach(), dtype=torch_dtype(leaf.dtype))
+                return self._fill(leaf, shard, fresh=True, cut=cut)
             return self._fill(leaf, self._like_parameter(leaf, parameter), fresh=True)
 
         subclass = partial(self._subclass, tree, parameter, in_place=True)
@@ -424,7 +430,12 @@ class _Matcher:
         return state
 
     def _want(
-        self, tree: TreeRecord, tensor: torch.Tensor, keys: Sequence[str], saved_values: Mapping[str, Json]
+        self,
+        tree: TreeRecord,
+        tensor: torch.Tensor,
+        keys: Sequence[str],
+        saved_values: Mapping[str, Json],
+        cut: Cut | None,
     ) -> None:
         """One live tensor, known by one name or, when it is tied, by several."""
         references = {key: _reference(saved_values[key]) for key in keys}
@@ -442,10 +453,10 @@ class _Matcher:
                 f"{leaf.name}: its elements share memory now (expand), so it cannot be filled"
             )
             return
-        if not _fits(leaf, tensor):
-            self.fitted.mismatched.append(_other_form(leaf, tensor))
+        if not _fits(leaf, tensor, cut):
+            self.fitted.mismatched.append(_other_form(leaf, tensor, cut))
             return
-        self._fill(leaf, tensor, fresh=False)
+        self._fill(leaf, tensor, fresh=False, cut=cut)
 
     def _template(self, tree: TreeRecord) -> Mapping[str, torch.Tensor]:
         """The component's live tensors, where the saved ones must know a device or a mesh to go to."""
@@ -557,8 +568,8 @@ class _Matcher:
         self._fill(leaf, cut_like(mesh, local), fresh=True)
         return local
 
-    def _fill(self, leaf: TensorRecord, tensor: torch.Tensor, *, fresh: bool) -> torch.Tensor:
-        box, local = held_piece(tensor, leaf=leaf.name)
+    def _fill(self, leaf: TensorRecord, tensor: torch.Tensor, *, fresh: bool, cut: Cut | None = None) -> torch.Tensor:
+        box, local = held_piece(tensor, leaf=leaf.name, cut=cut)
         if box.volume:
             self.fitted.requests.append(Request(leaf, box, local, fresh))
         return tensor
@@ -666,22 +677,22 @@ def _device(like: torch.Tensor | None) -> torch.device:
     return like.device if like is not None else torch.device("cpu")
 
 
-def _other_form(leaf: TensorRecord, tensor: torch.Tensor) -> str:
-    was, now = f"{leaf.dtype} {list(leaf.shape)}", f"{dtype_name(tensor)} {list(tensor.shape)}"
+def _other_form(leaf: TensorRecord, tensor: torch.Tensor, cut: Cut | None = None) -> str:
+    was, now = f"{leaf.dtype} {list(leaf.shape)}", f"{dtype_name(tensor)} {list(whole_shape(tensor, cut))}"
     return f"{leaf.name}: {was} in the checkpoint, {now} now"
 
 
-def _fits(leaf: TensorRecord, tensor: torch.Tensor) -> bool:
-    return tuple(tensor.shape) == leaf.shape and tensor.dtype == torch_dtype(leaf.dtype)
+def _fits(leaf: TensorRecord, tensor: torch.Tensor, cut: Cut | None = None) -> bool:
+    return whole_shape(tensor, cut) == leaf.shape and tensor.dtype == torch_dtype(leaf.dtype)
 
 
-def _misfit(leaf: TensorRecord, parameter: torch.Tensor) -> str | None:
+def _misfit(leaf: TensorRecord, shape: tuple[int, ...]) -> str | None:
     """State of a parameter has its shape, or is reduced along some of its dimensions, or is of another rank."""
-    if len(leaf.shape) != parameter.dim() or not leaf.shape:
+    if len(leaf.shape) != len(shape) or not leaf.shape:
         return None
-    if all(size in (1, live) for size, live in zip(leaf.shape, parameter.shape, strict=True)):
+    if all(size in (1, live) for size, live in zip(leaf.shape, shape, strict=True)):
         return None
-    return f"{list(leaf.shape)} in the checkpoint, for a parameter of {list(parameter.shape)}"
+    return f"{list(leaf.shape)} in the checkpoint, for a parameter of {list(shape)}"
 
 
 class _Group(NamedTuple):

@@ -2,14 +2,16 @@
 
 A leaf that several ranks hold is written once, by the rank that has least to write so far, or, where they may differ,
 by the first. How a sharded tensor is cut was decided by PyTorch before; here the pieces are only checked to make up the
-whole.
+whole. Whether a leaf that several ranks hold is the same on all of them cannot be seen from an inventory: the plan says
+which leaves they must compare.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -19,7 +21,14 @@ from holdfast.records.boxes import Box, cover_exactly
 from holdfast.records.codec import Json
 from holdfast.records.dtypes import ELEMENT_TYPES
 from holdfast.records.manifest import digest_of
-from holdfast.records.state import Duty, FrozenEntry, Inventory, PartEntry, TreeEntry
+from holdfast.records.state import Duty, FrozenEntry, Inventory, PartEntry, ReplicaSet, TreeEntry, ranks_in_words
+
+Replicas = Literal["compare", "trust"]
+"""Whether the ranks compare what they hold of one leaf, or it is the same on the user's word."""
+
+SAMPLED_PARTS = 64
+"""How many parts of a rank are sampled at each save: with their windows, about half a millisecond's work."""
+_SAMPLED_DEVICES = ("cpu", "cuda")
 
 
 class LeafPlan(NamedTuple):
@@ -53,19 +62,26 @@ class TreePlan:
 
 @dataclass(frozen=True, slots=True)
 class GlobalPlan:
-    """The whole save: what each rank does, what the manifest will list, and each rank's bytes of tensors."""
+    """The whole save: what each rank does, what the manifest will list, each rank's bytes of tensors, and what must be
+    the same on several ranks. `compared` are the names of the leaves in each of the replica sets."""
 
     duties: tuple[Duty, ...]
     leaves: tuple[LeafPlan, ...]
     trees: tuple[TreePlan, ...]
     sizes: tuple[int, ...]
+    replicas: tuple[ReplicaSet, ...] = ()
+    compared: tuple[tuple[str, ...], ...] = ()
 
 
-def plan(inventories: Sequence[Inventory]) -> GlobalPlan:
+def plan(inventories: Sequence[Inventory], replicas: Replicas = "compare") -> GlobalPlan:
     """Who writes what, from what everybody has."""
     scopes = _agree_on_scopes(inventories)
     trees = _assign_trees(inventories, scopes)
-    leaves, parts, sizes = _assign_parts(inventories, scopes)
+    holdings = _collect_holdings(inventories, scopes)
+    if replicas == "compare":
+        _check_meshes(inventories, holdings)
+    leaves, parts, sizes = _assign_parts(len(inventories), holdings)
+    sets, compared = _replica_sets(inventories, holdings) if replicas == "compare" else ((), ())
     duties = tuple(
         Duty(
             scopes=scopes[rank],
@@ -78,7 +94,7 @@ def plan(inventories: Sequence[Inventory]) -> GlobalPlan:
         )
         for rank, inventory in enumerate(inventories)
     )
-    return GlobalPlan(duties, tuple(leaves), tuple(trees.values()), sizes)
+    return GlobalPlan(duties, tuple(leaves), tuple(trees.values()), sizes, sets, compared)
 
 
 def frozen_guards(entries: Iterable[FrozenEntry]) -> dict[str, str]:
@@ -195,12 +211,9 @@ class _Holding:
     boxes: dict[Box, list[tuple[int, int]]]
 
 
-def _assign_parts(
-    inventories: Sequence[Inventory], scopes: Sequence[tuple[str, ...]]
-) -> tuple[list[LeafPlan], list[list[int]], tuple[int, ...]]:
-    holdings = _collect_holdings(inventories, scopes)
-    load = [0] * len(inventories)
-    parts: list[list[int]] = [[] for _ in inventories]
+def _assign_parts(size: int, holdings: dict[str, _Holding]) -> tuple[list[LeafPlan], list[list[int]], tuple[int, ...]]:
+    load = [0] * size
+    parts: list[list[int]] = [[] for _ in range(size)]
     for holding in holdings.values():
         item_bytes = ELEMENT_TYPES[holding.plan.dtype].item_bytes
         for box, holders in holding.boxes.items():
@@ -211,6 +224,76 @@ def _assign_parts(
     for indices in parts:
         indices.sort()
     return [holding.plan for holding in holdings.values()], parts, tuple(load)
+
+
+def _check_meshes(inventories: Sequence[Inventory], holdings: dict[str, _Holding]) -> None:
+    """Refuse a leaf that lies on meshes which nothing joins, as pipeline stages are: it is not cut from one tensor.
+
+    Where another leaf lies on a mesh of both, they may hold replicas, as of a layer that only FSDP cuts in a model
+    of which other layers are cut by tensor parallelism, too. Then content decides.
+    """
+    region = _regions({ranks for inventory in inventories for ranks in inventory.mesh_ranks})
+    for name, holding in holdings.items():
+        if not holding.plan.sharded:
+            continue
+        first: tuple[int, ...] = ()
+        for rank, index in (holder for holders in holding.boxes.values() for holder in holders):
+            part = inventories[rank].parts[index]
+            ranks = inventories[rank].mesh_ranks[part.mesh] if part.mesh >= 0 else ()
+            first = first or ranks
+            if ranks and region[ranks[0]] != region[first[0]]:
+                one, other = (ranks_in_words(some) for some in (first, ranks))
+                raise UsageError(
+                    f"the leaf is sharded over the mesh of {one} and over the mesh of {other}",
+                    leaf=name,
+                    advice="give pipeline_stage= to the manager when pipeline stages' names collide, or wrap the "
+                    "component in PerRank; if the meshes hold replicas of one tensor, pass replicas='trust'",
+                )
+
+
+def _regions(meshes: Iterable[tuple[int, ...]]) -> dict[int, int]:
+    """Return for each rank of the meshes a number that it has in common with all ranks to which meshes join it."""
+    region: dict[int, int] = {}
+    for ranks in meshes:
+        joined = {region[rank] for rank in ranks if rank in region}
+        number = min([*joined, *ranks])
+        region.update({rank: number for rank, old in region.items() if old in joined})
+        region.update(dict.fromkeys(ranks, number))
+    return region
+
+
+def _replica_sets(
+    inventories: Sequence[Inventory], holdings: dict[str, _Holding]
+) -> tuple[tuple[ReplicaSet, ...], tuple[tuple[str, ...], ...]]:
+    """Return the boxes that several ranks hold and that must be the same, by who holds them, with the leaves' names."""
+    found: dict[tuple[tuple[int, ...], str], list[tuple[str, tuple[int, ...]]]] = {}
+    for name, holding in holdings.items():
+        first_rank, first = holding.first
+        # Plain tensors of a component with values of its own are part of the digests by which its scope was found.
+        digested = inventories[first_rank].trees[first.tree].kind == "values" and not first.sharded
+        if first.led or digested:
+            continue
+        for box, holders in holding.boxes.items():
+            if len(holders) > 1 and box.volume:
+                devices = {inventories[rank].parts[index].device for rank, index in holders}
+                ranks, indices = zip(*holders, strict=True)
+                device = devices.pop() if len(devices) == 1 else ""
+                found.setdefault((ranks, device), []).append((name, indices))
+    of_rank = Counter(rank for ranks, _ in found for rank in ranks)
+    quota = max(SAMPLED_PARTS // max(of_rank.values(), default=1), 1)
+    sets = tuple(_replica_set(ranks, device, held, quota) for (ranks, device), held in found.items())
+    return sets, tuple(tuple(name for name, _ in held) for held in found.values())
+
+
+def _replica_set(
+    ranks: tuple[int, ...], device: str, held: Sequence[tuple[str, tuple[int, ...]]], quota: int
+) -> ReplicaSet:
+    # Most ranks have the same inventory, and so the same parts: they are sent once.
+    distinct: dict[tuple[int, ...], int] = {}
+    choice = [
+        distinct.setdefault(parts, len(distinct)) for parts in zip(*(indices for _, indices in held), strict=True)
+    ]
+    return ReplicaSet(ranks, tuple(distinct), tuple(choice), device, quota if device in _SAMPLED_DEVICES else 0)
 
 
 def _collect_holdings(inventories: Sequence[Inventory], scopes: Sequence[tuple[str, ...]]) -> dict[str, _Holding]:
@@ -258,12 +341,17 @@ def _keep_one_empty(holding: _Holding) -> None:
 
 def _disagreement(name: str, holding: _Holding, rank: int, part: PartEntry) -> UsageError:
     first_rank, first = holding.first
+    declared = all(entry.sharded and entry.mesh < 0 for entry in (first, part))
 
     def say(entry: PartEntry) -> str:
+        if declared:
+            return f"a shard of {list(entry.box.sizes)}"
         return f"{'sharded ' if entry.sharded else ''}{entry.dtype} {list(entry.shape)}"
 
     return UsageError(
-        f"it is {say(first)} on rank {first_rank} and {say(part)} on rank {rank}",
+        f"the leaf is {say(first)} on rank {first_rank} and {say(part)} on rank {rank}",
         leaf=name,
-        advice="give pipeline_stage= to the manager when pipeline stages' names collide, or use PerRank",
+        advice="Sharded takes shards that have the same type and sizes on all ranks"
+        if declared
+        else "give pipeline_stage= to the manager when pipeline stages' names collide, or use PerRank",
     )
