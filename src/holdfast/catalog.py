@@ -25,6 +25,7 @@ from holdfast.errors import (
     CorruptCheckpointError,
     DamagedRecordError,
     HoldfastError,
+    KeyDamagedError,
     KeyExistsError,
     KeyMissingError,
     SaveUncertainError,
@@ -62,6 +63,7 @@ from holdfast.records.notes import (
 from holdfast.records.selector import Ranking, Selector
 from holdfast.records.wire import encode_record, read_record
 from holdfast.storage.base import Storage
+from holdfast.storage.retrying import with_retries
 
 logger = logging.getLogger("holdfast")
 
@@ -198,13 +200,20 @@ class Skipped:
 @dataclass(frozen=True, slots=True)
 class Scan:
     """What a run holds: its checkpoints, the latest first; attempts that nothing committed, and, of these, those that
-    were closed for good; damaged manifests; what `best` means in it."""
+    were closed for good; damaged manifests; what `best` means in it; and the folders that cannot be read now, each with
+    the error: they may hold anything, also the latest checkpoint."""
 
     checkpoints: tuple[Checkpoint, ...]
     attempts: tuple[str, ...]
     damaged: tuple[Skipped, ...]
     closed: tuple[str, ...] = ()
     ranking: Ranking = ()
+    unreadable: tuple[tuple[str, StorageError], ...] = ()
+
+    def require_readable(self) -> None:
+        """Raise if there is a folder that cannot be read now: nothing may be concluded from the others alone."""
+        if self.unreadable:
+            raise _unreadable_error(self.unreadable)
 
 
 class _RunRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -220,7 +229,8 @@ class Catalog:
     """
 
     def __init__(self, storage: Storage, *, ranking: Ranking = ()) -> None:
-        self.storage = storage
+        # Here, because everything that reads a run goes through its catalog.
+        self.storage = with_retries(storage)
         self._ranking = ranking
         # What a manifest's bytes mean, by their digest: they are read each time, because they alone are the truth, but
         # a manifest of many thousand tensors is taken apart only once. Several threads may use one catalog: these are
@@ -233,8 +243,15 @@ class Catalog:
         return f"Catalog({self.storage.url!r})"
 
     def scan(self) -> Scan:
-        """Look at every folder of the run. Foreign names are passed over."""
-        checkpoints, attempts, damaged, closed = [], [], [], []
+        """Look at every folder of the run. Foreign names are passed over; a folder that cannot be read now is an error:
+        without it an older checkpoint would be taken for the latest."""
+        scan = self.survey()
+        scan.require_readable()
+        return scan
+
+    def survey(self) -> Scan:
+        """Look at every folder of the run, and list those that cannot be read now."""
+        checkpoints, attempts, damaged, closed, unreadable = [], [], [], [], []
         notes = self._notes_by_folder()
         for entry in self.storage.entries(""):
             if not entry.is_folder or layout.parse_folder(entry.name) is None:
@@ -246,18 +263,27 @@ class Catalog:
                 attempts.append(entry.name)
             except KeyMissingError:
                 attempts.append(entry.name)
+            except StorageError as error:
+                unreadable.append((entry.name, error))
             except HoldfastError as error:
-                # One folder that cannot be read must not hide the others, whatever is wrong with it.
+                # One damaged folder must not hide the others, whatever is wrong with it.
                 damaged.append(Skipped(entry.name, str(error), isinstance(error, UnsupportedFormatError)))
         present = {checkpoint.digest for checkpoint in checkpoints}
-        self._known = {key: found for key, found in list(self._known.items()) if found.digest in present}
+        missed = {folder for folder, _ in unreadable}
+        self._known = {
+            key: found for key, found in list(self._known.items()) if found.digest in present or found.folder in missed
+        }
         checkpoints.sort(key=lambda checkpoint: (checkpoint.sequence, checkpoint.head.created), reverse=True)
         ranking = self._ranking or next(filter(None, (found.head.ranking for found in checkpoints)), ())
-        return Scan(tuple(checkpoints), tuple(attempts), tuple(damaged), tuple(closed), ranking)
+        return Scan(tuple(checkpoints), tuple(attempts), tuple(damaged), tuple(closed), ranking, tuple(unreadable))
 
     def read(self, folder: str) -> Checkpoint:
-        """The checkpoint in a folder; a KeyMissingError when nothing was committed there."""
-        data = self.storage.read(layout.key(folder, layout.MANIFEST), MAX_MANIFEST_BYTES)
+        """Return the checkpoint in a folder. A KeyMissingError when nothing was committed there, a
+        CorruptCheckpointError when it is damaged, any other StorageError when it cannot be read now."""
+        try:
+            data = self.storage.read(layout.key(folder, layout.MANIFEST), MAX_MANIFEST_BYTES)
+        except KeyDamagedError as error:
+            raise CorruptCheckpointError(error.problem, file=layout.key(folder, layout.MANIFEST)) from None
         if is_abandoned(data):
             raise AttemptClosedError("this attempt was given up", file=layout.key(folder, layout.MANIFEST))
         known = self._known.get(digest_of(data))
@@ -278,7 +304,8 @@ class Catalog:
         """The one checkpoint that a selector names. One that is not there is an error."""
         if selector.kind == "folder":
             return self._find_folder(selector.name)
-        scan = self.scan()
+        scan = self.survey()
+        _require_readable(scan, selector)
         found = choose(scan, selector)
         if found is None:
             raise self.not_found(selector, scan)
@@ -333,8 +360,11 @@ class Catalog:
         return line
 
     def holds_something(self) -> bool:
-        """Whether anything was ever committed here that is still there, sound or not."""
-        scan = self.scan()
+        """Return whether anything was ever committed here that is still there, sound or not. A run of which that cannot
+        be told, because it cannot be read now, is an error: it must not look like an empty one."""
+        scan = self.survey()
+        if not scan.checkpoints and not scan.damaged:
+            scan.require_readable()
         return bool(scan.checkpoints or scan.damaged)
 
     def next_sequence(self) -> int:
@@ -578,7 +608,8 @@ class Catalog:
         return note if note.checkpoint == checkpoint.digest else None
 
     def read_note(self, name: str) -> Note | None:
-        """Return a note, None when it is gone; a `DamagedRecordError` for one that cannot be decoded."""
+        """Return a note, None when it is gone; a `DamagedRecordError` for one that cannot be decoded. One that cannot
+        be read now is a `StorageError`: it may hold a tag, without which its checkpoint would be deleted."""
         key = layout.key(layout.NOTES, name)
         try:
             return read_note(partial(self.storage.read, key), key)
@@ -795,8 +826,26 @@ def _only_metric(scan: Scan) -> str:
     return next(iter(names), "")
 
 
+def _require_readable(scan: Scan, selector: Selector) -> None:
+    """Raise if a selector may mean a folder that cannot be read now. Only a step says itself which ones it may not."""
+    meant = scan.unreadable
+    if selector.kind == "step":
+        named = ((layout.parse_folder(folder), folder, error) for folder, error in scan.unreadable)
+        meant = tuple((folder, error) for parsed, folder, error in named if parsed and parsed.step == selector.step)
+    if meant:
+        raise _unreadable_error(meant)
+
+
+def _unreadable_error(found: Sequence[tuple[str, StorageError]]) -> HoldfastError:
+    """Return the first error, with how many there are. It keeps its type and names its file."""
+    error = found[0][1]
+    if len(found) == 1:
+        return error
+    return type(error)(**{**error.fields, "problem": f"{error.problem} (and {len(found) - 1} more folders)"})
+
+
 def _unreadable(damaged: tuple[Skipped, ...], selector: Selector) -> list[Skipped]:
-    """The folders that cannot be read and that a selector may have meant."""
+    """The damaged folders that a selector may have meant."""
     if selector.kind == "latest":
         return list(damaged)
     if selector.kind != "step":

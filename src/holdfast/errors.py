@@ -15,6 +15,7 @@
     |-- RankError (TimeoutError)                       another rank did not answer in time
     |-- StorageError (OSError)                         the storage refused or failed
     |   |-- KeyExistsError (FileExistsError)           a name is written once, and it was
+    |   |-- KeyDamagedError                            what a name holds cannot be what was written there
     |   `-- KeyMissingError (FileNotFoundError)
     |       `-- AttemptClosedError                     an attempt that can never be committed any more
     `-- UnsafeContentError                             content that could run code or escape its target
@@ -40,6 +41,7 @@ __all__ = [
     "DamagedRecordError",
     "GuardMismatchError",
     "HoldfastError",
+    "KeyDamagedError",
     "KeyExistsError",
     "KeyMissingError",
     "RankError",
@@ -272,6 +274,12 @@ class StorageError(HoldfastError, OSError):
 
 class KeyExistsError(StorageError, FileExistsError):
     """A name is written once, and this one was written already."""
+
+
+class KeyDamagedError(StorageError):
+    """What a name holds cannot be what was written there: a link, no regular file, fewer bytes than are asked for, or
+    more than are allowed. To read it again would not help; any other `StorageError` of a read says nothing of damage.
+    """
 
 
 class KeyMissingError(StorageError, FileNotFoundError):

@@ -43,7 +43,8 @@ class Housekeeper:
     keep: None keeps everything. links: whether there are links for people, and after which template one for each
     checkpoint; without them, those that are there stay as long as they lead somewhere. may_write: raises when this
     process is not the run's writer any more. in_use: digests of checkpoints that the training itself still needs.
-    one_start: what has nothing in common with the newest is another start's, and stays.
+    own_line: only the line that ends in the newest checkpoint is this training's to clean up. What belongs to another
+    start, or to a line that somebody went back from, stays until it is pruned explicitly.
     """
 
     def __init__(
@@ -54,13 +55,13 @@ class Housekeeper:
         links: bool | LinkTemplate = True,
         may_write: Callable[[], None] = lambda: None,
         in_use: Callable[[], set[str | None]] = set,
-        one_start: bool = False,
+        own_line: bool = False,
         tell: Callable[[Event], None] = lambda event: None,
     ) -> None:
         self._catalog = catalog
         self._keep = keep
         self._links = links
-        self._one_start = one_start
+        self._own_line = own_line
         self._may_write = may_write
         self._in_use = in_use
         self._tell = tell
@@ -199,7 +200,7 @@ class Housekeeper:
             self._catalog,
             reading=self._readers.folders(),
             in_use=self._in_use(),
-            one_start=self._one_start,
+            own_line=self._own_line,
         )
         return retain(records, self._keep)
 
@@ -373,13 +374,13 @@ def records_of(
     *,
     reading: Set[str] = frozenset(),
     in_use: Set[str | None] = frozenset(),
-    one_start: bool = False,
+    own_line: bool = False,
 ) -> list[Record]:
-    """The checkpoints of a run as retention sees them. With `one_start` those that have nothing in common with the
+    """Return the checkpoints of a run as retention sees them. With `own_line` those that are not on the line of the
     newest are shielded."""
     newest = next((found for found in scan.checkpoints if not found.damage), None)
     line = {found.folder for found in catalog.lineage(newest.digest, scan)} if newest is not None else set()
-    start = _start_of(newest) if one_start and newest is not None else None
+    start = _start_of(newest) if own_line and newest is not None else None
     return [
         Record(
             folder=found.folder,
@@ -389,7 +390,7 @@ def records_of(
             metrics=_metrics(found),
             tags=found.tags,
             on_line=found.folder in line,
-            shield=_shield(found, reading, in_use, start),
+            shield=_shield(found, reading, in_use) or _shield_of_line(found, line, start),
             counts=not found.damage,
         )
         for found in scan.checkpoints
@@ -403,7 +404,7 @@ def _start_of(checkpoint: Checkpoint) -> int | None:
     return checkpoint.sequence if checkpoint.parent is None else None
 
 
-def _shield(checkpoint: Checkpoint, reading: Set[str], in_use: Set[str | None], start: int | None) -> str:
+def _shield(checkpoint: Checkpoint, reading: Set[str], in_use: Set[str | None]) -> str:
     if checkpoint.damage:
         return f"damaged, kept aside: {checkpoint.damage}"
     if checkpoint.unread_notes:
@@ -412,9 +413,17 @@ def _shield(checkpoint: Checkpoint, reading: Set[str], in_use: Set[str | None], 
         return "somebody reads it"
     if checkpoint.digest in in_use:
         return "this training continues from it"
-    if start is not None and _start_of(checkpoint) not in (start, None):
-        return "of another start of the run"
     return ""
+
+
+def _shield_of_line(checkpoint: Checkpoint, line: Set[str], start: int | None) -> str:
+    """Return why a checkpoint stays that the line of the newest does not have. `start`: the first number of that line;
+    None where lines do not count."""
+    if start is None or checkpoint.folder in line:
+        return ""
+    if _start_of(checkpoint) not in (start, None):
+        return "of another start of the run"
+    return "newer than the checkpoint that the training went back to; `holdfast prune` removes it"
 
 
 def _metrics(checkpoint: Checkpoint) -> Mapping[str, int | float]:

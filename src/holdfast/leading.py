@@ -300,7 +300,8 @@ class Leader:
     def _committed_at(self, request: SaveRequest) -> str | None:
         """The folder in which this line of the run has that step. The line is read once, and then kept in mind."""
         if self._line is None or self._line_head != request.parent:
-            scan = self._catalog.scan()
+            # What cannot be read now is no reason to lose a save: at the worst a step is written a second time.
+            scan = self._catalog.survey()
             # Whoever took the run over meanwhile may have removed the head of the line; what it goes back to is known.
             known = [checkpoint for checkpoint in scan.checkpoints if lies_on(request.line, checkpoint.sequence)]
             found = self._catalog.lineage(request.parent, scan) or known

@@ -23,6 +23,8 @@ from holdfast.errors import (
     CorruptCheckpointError,
     GuardMismatchError,
     HoldfastError,
+    KeyDamagedError,
+    KeyMissingError,
     StateMismatchError,
     StorageError,
     UsageError,
@@ -246,7 +248,8 @@ class _Attempt:
             self.checkpoint = self._open()
             self._check_guards(self.request.guards)
             self._fit_components()
-        except (CorruptCheckpointError, StorageError) as error:
+        except (CorruptCheckpointError, KeyMissingError, KeyDamagedError) as error:
+            # Any other StorageError says that the storage cannot be read now: an error on all ranks, and no damage.
             return _Fit(damage=(str(error),))
         return _Fit(
             missing=_all(self.fitted, "missing"),
@@ -500,7 +503,10 @@ class _Attempt:
 
     def _fill_live(self) -> None:
         checked = self.request.verify == "full"
-        problems = self._read(self.shadows.rest if checked else self._requests(fresh=False), checked=checked)
+        try:
+            problems = self._read(self.shadows.rest if checked else self._requests(fresh=False), checked=checked)
+        except StorageError as error:
+            raise _while_filling(error) from error
         if problems:
             raise CorruptCheckpointError(
                 "the checkpoint changed while it was restored, and live tensors were overwritten",
@@ -559,6 +565,15 @@ def _counted(names: Sequence[str], one: str, several: str, what: str) -> str:
 def _first_names(names: Sequence[str]) -> str:
     shown = ", ".join(names[:_SHOWN_NAMES])
     return shown if len(names) <= _SHOWN_NAMES else f"{shown}, ..."
+
+
+def _while_filling(error: StorageError) -> HoldfastError:
+    fields = {
+        **error.fields,
+        "problem": f"{error.problem}, and live tensors were overwritten in part",
+        "advice": "check the mount, the file server or the disk, and restore again before you go on",
+    }
+    return type(error)(**fields)
 
 
 def _texts(problems: Sequence[Problem]) -> _Texts:

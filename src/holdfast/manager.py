@@ -202,7 +202,7 @@ class CheckpointManager:
             links=self._links,
             may_write=lambda: saver.hold_run(),
             in_use=lambda: {saver.head, *needed},
-            one_start=True,
+            own_line=True,
             tell=lambda event: saver.tell(event),
         )
         self._reports = Reports(self._catalog, self._housekeeper)

@@ -1099,7 +1099,7 @@ class Life(RuleBasedStateMachine):
             kept.digest
             for kept in sound
             if kept.digest not in chosen
-            and numbers & self._line_of(kept)
+            and kept.sequence in numbers
             and not kept.said.tags
             and kept.folder not in read
             and (who.head is None or kept.digest != who.head.digest)

@@ -815,7 +815,7 @@ def test_who_starts_afresh_loses_nothing_of_the_start_before(tmp_path: Path, mod
         manager.restore(4)
         manager.save(6)
         manager.prune()
-    assert steps_of(tmp_path) == [6, 4, 1005, 1004, 1003], "a line that was left goes, with 5"
+    assert steps_of(tmp_path) == [6, 5, 4, 1005, 1004, 1003], "a line that was left stays, with 5"
     holdfast.prune(tmp_path, KeepLast(2))
     assert steps_of(tmp_path) == [6, 4], "who asks for it by name has it removed"
 
@@ -1195,7 +1195,9 @@ def test_a_rollback_goes_on_in_a_line_of_its_own(tmp_path: Path, mode: Any) -> N
         assert manager.restore().next_step == 5
         manager.step(5)
     kept = [found.folder for found in holdfast.checkpoints(tmp_path)]
-    assert kept == ["step-000000005.3", "step-000000004.2", "step-000000003.2"], "the last three of the line"
+    last = ["step-000000005.3", "step-000000004.2", "step-000000003.2"]
+    left = ["step-000000005", "step-000000004", "step-000000003"]
+    assert kept == [*last, *left], "the last three of the line, and what it went back from"
 
 
 @pytest.mark.guarantee("G3")

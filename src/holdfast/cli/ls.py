@@ -39,7 +39,7 @@ def ls(
     Exit codes:
       0  every manifest could be read
       1  a manifest is damaged
-      2  RUN is not there or no run, or only a newer version can read one of its manifests
+      2  RUN is not there or no run, one of its manifests cannot be read now, or only by a newer version
     """
     catalog = open_run(run)
     scan = scan_run(catalog)
@@ -58,14 +58,20 @@ def metrics_of(checkpoint: Checkpoint) -> dict[str, Json]:
 
 
 def _as_json(url: str, scan: Scan, broken: list[Unreadable]) -> dict[str, Any]:
-    latest = choose(scan, Selector("latest"))
+    latest = _latest(scan)
     return {
         "run": url,
         "checkpoints": [_checkpoint_json(found, latest=found is latest) for found in scan.checkpoints],
         "attempts": list(scan.attempts),
-        "damaged": [{"folder": one.folder, "reason": one.reason} for one in broken if not one.newer],
+        "damaged": [{"folder": one.folder, "reason": one.reason} for one in broken if one.known and not one.newer],
+        "unreadable": [{"folder": one.folder, "reason": one.reason} for one in broken if not one.known],
         "unsupported": [{"folder": one.folder, "reason": one.reason} for one in broken if one.newer],
     }
+
+
+def _latest(scan: Scan) -> Checkpoint | None:
+    """The latest checkpoint; None also where a manifest cannot be read now, which may be the latest."""
+    return None if scan.unreadable else choose(scan, Selector("latest"))
 
 
 def _checkpoint_json(checkpoint: Checkpoint, *, latest: bool) -> dict[str, Any]:
@@ -90,7 +96,7 @@ def _checkpoint_json(checkpoint: Checkpoint, *, latest: bool) -> dict[str, Any]:
 def _print(url: str, scan: Scan, broken: list[Unreadable]) -> None:
     console = stdout()
     if scan.checkpoints:
-        _print_checkpoints(console, scan.checkpoints)
+        _print_checkpoints(console, scan)
     else:
         console.print(cell(f"{url} has no checkpoint yet"), soft_wrap=True)
     if scan.attempts:
@@ -98,12 +104,12 @@ def _print(url: str, scan: Scan, broken: list[Unreadable]) -> None:
     for name in scan.attempts:
         console.print(cell(f"  {name}", "dim"))
     for one in broken:
-        word = "newer format" if one.newer else "damaged"
+        word = "newer format" if one.newer else "damaged" if one.known else "cannot be read now"
         console.print(cell(f"{word}: {one.folder}: {one.reason}", "dim"), soft_wrap=True)
 
 
-def _print_checkpoints(console: Console, checkpoints: tuple[Checkpoint, ...]) -> None:
-    latest = next((found for found in checkpoints if not found.damage), None)
+def _print_checkpoints(console: Console, scan: Scan) -> None:
+    checkpoints, latest = scan.checkpoints, _latest(scan)
     # A folder's name says no more than the step, unless it was not the first attempt at it.
     named = any(found.folder != folder_name(found.step) for found in checkpoints)
     columns = ["", "step", "sequence", "created", "size", "ranks", "metrics", "tags", *(["folder"] if named else [])]
@@ -121,7 +127,7 @@ def _print_checkpoints(console: Console, checkpoints: tuple[Checkpoint, ...]) ->
             *([cell(found.folder)] if named else []),
         )
     console.print(rows)
-    console.print(cell("* latest", "dim"))
+    console.print(cell("the latest is not known" if scan.unreadable else "* latest", "dim"))
     for found in checkpoints:
         if found.damage:
             console.print(cell(f"! found damaged: {found.folder}: {found.damage}", "dim"), soft_wrap=True)

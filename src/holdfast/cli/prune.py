@@ -72,6 +72,7 @@ def prune(
     policy = _policy(keep_last, keep_best or [], keep_every_steps, keep_every_minutes, keep_tagged)
     catalog = open_run(run)
     scan = scan_run(catalog)
+    scan.require_readable()
     if not scan.checkpoints:
         raise catalog.not_found(Selector("latest"), scan)
     print_passed_over(unreadable(catalog, scan))

@@ -12,17 +12,18 @@ from holdfast.errors import CheckpointNotFoundError, HoldfastError, UnsupportedF
 from holdfast.records import layout
 from holdfast.records.selector import Selector
 from holdfast.stages.resolve import locate
-from holdfast.storage.local import LocalStorage
 
 _SHOWN_NAMES = 5
 
 
 class Unreadable(NamedTuple):
-    """A folder whose manifest cannot be used: damaged, or `newer`, of a format that this version does not know."""
+    """A folder whose manifest cannot be used: damaged, `newer`, of a format that this version does not know, or, where
+    not `known`, one of which nothing can be told, because the storage cannot be read now."""
 
     folder: str
     reason: str
     newer: bool
+    known: bool = True
 
 
 def open_source(source: str, selector: str = "latest") -> tuple[Catalog, Selector]:
@@ -38,7 +39,7 @@ def open_source(source: str, selector: str = "latest") -> tuple[Catalog, Selecto
 
 def find(catalog: Catalog, selector: Selector) -> tuple[Checkpoint, list[Unreadable]]:
     """The one checkpoint that is meant, and the folders that `latest` passed over because they cannot be read."""
-    passed_over = unreadable(catalog, catalog.scan()) if selector.may_fall_back else []
+    passed_over = unreadable(catalog, catalog.survey()) if selector.may_fall_back else []
     return catalog.find(selector), passed_over
 
 
@@ -58,8 +59,8 @@ def open_run(run: str) -> Catalog:
 
 def scan_run(catalog: Catalog) -> Scan:
     """What a run holds, or an error where there is no run: an empty one and a wrong path must not look alike."""
-    scan = catalog.scan()
-    if any((scan.checkpoints, scan.attempts, scan.damaged)):
+    scan = catalog.survey()
+    if any((scan.checkpoints, scan.attempts, scan.damaged, scan.unreadable)):
         return scan
     names = [entry.name for entry in catalog.storage.entries("")]
     if names and layout.RUN_KEY not in names:
@@ -72,12 +73,15 @@ def scan_run(catalog: Catalog) -> Scan:
 
 def unreadable(catalog: Catalog, scan: Scan) -> list[Unreadable]:
     """The folders whose manifests cannot be used, and why."""
-    return [_why(catalog, skipped) for skipped in scan.damaged]
+    return [
+        *(Unreadable(folder, reason_of(error), newer=False, known=False) for folder, error in scan.unreadable),
+        *(_why(catalog, skipped) for skipped in scan.damaged),
+    ]
 
 
 def exit_code_of(found: list[Unreadable]) -> int:
-    """Damage is 1. A newer format is none: the checkpoint may be sound, only this version cannot tell."""
-    if any(not one.newer for one in found):
+    """Damage is 1. A newer format is none, and neither is what cannot be read now: the checkpoint may be sound."""
+    if any(one.known and not one.newer for one in found):
         return DAMAGED
     return REFUSED if found else SOUND
 
@@ -108,4 +112,4 @@ def _why(catalog: Catalog, skipped: Skipped) -> Unreadable:
 
 def _is_folder(catalog: Catalog) -> bool:
     """Only a file system has empty folders; elsewhere nothing below a name means that it is not there."""
-    return isinstance(catalog.storage, LocalStorage) and Path(catalog.storage.url).is_dir()
+    return Path(catalog.storage.url).is_dir()

@@ -25,7 +25,7 @@ from holdfast.cli.sources import (
     scan_run,
     unreadable,
 )
-from holdfast.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
+from holdfast.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, UsageError
 from holdfast.records import layout
 from holdfast.records.report import Problem
 from holdfast.stages import verify as verifying
@@ -42,13 +42,19 @@ class Depth(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came out for one checkpoint. `newer`: only a newer version can read it, so nothing was checked."""
+    """What came out for one checkpoint. `newer`: only a newer version can read it, so nothing was checked. Where not
+    `known`: the storage cannot be read now, so nothing can be told."""
 
     path: str
     step: int
     problems: tuple[Problem, ...]
     checked_bytes: int = 0
     newer: bool = False
+    known: bool = True
+
+    @property
+    def damaged(self) -> bool:
+        return not self.ok and not self.newer and self.known
 
     @property
     def ok(self) -> bool:
@@ -80,7 +86,7 @@ def verify(
     Exit codes:
       0  sound
       1  damaged; with --all, any of them, or a manifest
-      2  nothing there, a wrong argument, or a newer format
+      2  nothing there, a wrong argument, a newer format, or a storage that cannot be read now
     """
     if every and select != "latest":
         raise UsageError("--all and --select contradict each other", advice="give one of them")
@@ -114,12 +120,17 @@ def _one(source: str, select: str, depth: Depth) -> Iterator[Outcome]:
 def _every(source: str, depth: Depth) -> Iterator[Outcome]:
     catalog = open_run(source)
     scan = scan_run(catalog)
-    if not scan.checkpoints and not scan.damaged:
+    if not scan.checkpoints and not scan.damaged and not scan.unreadable:
         raise CheckpointNotFoundError("there is no checkpoint to verify", run=catalog.storage.url)
     for one in unreadable(catalog, scan):
         yield _unread(catalog, one)
     for checkpoint in scan.checkpoints:
-        yield _checked(checkpoint, depth)
+        try:
+            yield _checked(checkpoint, depth)
+        except StorageError as error:
+            yield _unread(
+                catalog, Unreadable(checkpoint.folder, reason_of(error), newer=False, known=False), error.file
+            )
 
 
 def _checked(checkpoint: Checkpoint, depth: Depth) -> Outcome:
@@ -128,11 +139,11 @@ def _checked(checkpoint: Checkpoint, depth: Depth) -> Outcome:
     return Outcome(report.path, report.step, report.problems, report.checked_bytes)
 
 
-def _unread(catalog: Catalog, one: Unreadable) -> Outcome:
+def _unread(catalog: Catalog, one: Unreadable, file: str | None = None) -> Outcome:
     named = layout.parse_folder(one.folder)
-    problem = Problem(layout.MANIFEST, one.reason)
+    problem = Problem(file or layout.MANIFEST, one.reason)
     path = f"{catalog.storage.url}/{one.folder}"
-    return Outcome(path, named.step if named else 0, (problem,), newer=one.newer)
+    return Outcome(path, named.step if named else 0, (problem,), newer=one.newer, known=one.known)
 
 
 @contextmanager
@@ -160,7 +171,7 @@ def meter(
 
 
 def _exit_code(outcomes: list[Outcome]) -> int:
-    if any(not outcome.ok and not outcome.newer for outcome in outcomes):
+    if any(outcome.damaged for outcome in outcomes):
         return DAMAGED
     return SOUND if all(outcome.ok for outcome in outcomes) else REFUSED
 
@@ -194,6 +205,8 @@ def _print_outcome(console: Console, outcome: Outcome) -> None:
 def _word(outcome: Outcome) -> tuple[str, str]:
     if outcome.ok:
         return "sound", "green"
+    if not outcome.known:
+        return "not readable now", "yellow"
     return ("newer", "yellow") if outcome.newer else ("damaged", "bold red")
 
 

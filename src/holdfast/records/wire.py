@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import msgspec
 from blake3 import blake3
 
-from holdfast.errors import DamagedRecordError, StorageError
+from holdfast.errors import DamagedRecordError, KeyDamagedError, StorageError
 
 __all__ = [
     "MAX_RECORD_BYTES",
@@ -80,7 +80,7 @@ def read_record(
     except DamagedRecordError as error:
         raise error.at(file=file) from None
     except StorageError as error:
-        if error.errno not in _NEVER_A_RECORD:
+        if not isinstance(error, KeyDamagedError) and error.errno not in _NEVER_A_RECORD:
             raise
         raise DamagedRecordError(f"{what} is not a readable file: {error.problem}", file=file) from None
 

@@ -23,7 +23,7 @@ from blake3 import blake3
 
 from holdfast.catalog import Checkpoint
 from holdfast.digesting import DeviceDigester
-from holdfast.errors import CorruptCheckpointError, StorageError
+from holdfast.errors import CorruptCheckpointError, KeyDamagedError, KeyMissingError, StorageError
 from holdfast.memory import prefer_huge_pages
 from holdfast.records.boxes import Box, Span, span_of, strides_of, whole
 from holdfast.records.manifest import ChunkRecord, TensorRecord
@@ -50,6 +50,8 @@ _DEVICE_CHECKS_FROM_BYTES = 256 << 20
 _HOST = torch.device("cpu")
 
 OnBytes = Callable[[int], None]
+# What says that a file is not what was written. Any other error of the storage says that it cannot be read now.
+_DAMAGE = (KeyMissingError, KeyDamagedError)
 
 
 def read(
@@ -61,7 +63,8 @@ def read(
     on_bytes: OnBytes = lambda count: None,
     rings: Rings | None = None,
 ) -> list[Problem]:
-    """Fill every target. With `checked`, give each damage; a target that damage fell into must not be used.
+    """Fill every target. With `checked`, give each damage; a target that damage fell into must not be used. A storage
+    that cannot be read now is a StorageError, and no damage.
 
     `readers` is how many processes read this checkpoint now: what they all want is left to the page cache, which has
     it from the disk once. `on_bytes` is told how many more bytes are there, from any thread.
@@ -274,7 +277,7 @@ class _Files:
 def _open(checkpoint: Checkpoint, name: str, stack: ExitStack) -> Source | Problem:
     try:
         source = stack.enter_context(checkpoint.storage.open(checkpoint.key(name)))
-    except StorageError as error:
+    except _DAMAGE as error:
         return Problem(name, error.problem)
     expected = next(file.size_bytes for file in checkpoint.manifest.files if file.name == name)
     if source.size_bytes != expected:
@@ -376,7 +379,7 @@ def _do_batch(batch: _Batch, checked: bool) -> list[Problem]:
     for job, source in zip(batch.jobs, batch.sources, strict=True):
         try:
             damaged = _do_straight(job, source, checked)
-        except StorageError as error:
+        except _DAMAGE as error:
             problems.append(_unread(job, error))
         else:
             problems += _damages(job, damaged)
@@ -400,7 +403,7 @@ def _do_extent(extent: _Extent, checked: bool, rings: Rings, later: DeviceChecks
         memory = memory_of(slot)
         try:
             extent.source.read_into(low, memory)
-        except StorageError as error:
+        except _DAMAGE as error:
             return _do_apart(extent, error, checked, rings, later)
         problems = []
         for job in extent.jobs:
@@ -417,7 +420,7 @@ def _do_extent(extent: _Extent, checked: bool, rings: Rings, later: DeviceChecks
 
 
 def _do_apart(extent: _Extent, error: StorageError, checked: bool, rings: Rings, later: DeviceChecks) -> list[Problem]:
-    """After an error only what really cannot be read is damaged, so each job gets a read of its own."""
+    """After an error only what really is not there is damaged, so each job gets a read of its own."""
     if len(extent.jobs) == 1:
         return [_unread(extent.jobs[0], error)]
     alone = (_Extent(extent.source, 1, *_range_of(job, checked), [job]) for job in extent.jobs)

@@ -25,7 +25,8 @@ def candidates(catalog: Catalog, selector: Selector) -> tuple[list[Checkpoint], 
     """The checkpoints to try, in order, and what was passed over already.
 
     Only `latest` gives more than one: it asks for the newest sound checkpoint. An explicit request that finds nothing
-    is an error; `latest` in a run without a checkpoint gives none.
+    is an error; `latest` in a run without a checkpoint gives none. A manifest that cannot be read now is an error, too:
+    it may be the newest.
     """
     if not selector.may_fall_back:
         return [catalog.find(selector)], []

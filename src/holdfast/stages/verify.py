@@ -12,7 +12,7 @@ from typing import Any, Literal
 from blake3 import blake3
 
 from holdfast.catalog import Checkpoint
-from holdfast.errors import HoldfastError, StorageError, UsageError
+from holdfast.errors import HoldfastError, KeyDamagedError, KeyMissingError, StorageError, UsageError
 from holdfast.records.dtypes import element_type
 from holdfast.records.manifest import ChunkRecord, FileRecord, TensorRecord, tensor_file_digest
 from holdfast.records.report import Problem, Report
@@ -22,6 +22,9 @@ from holdfast.storage.blocks import Region, check
 
 Depth = Literal["full", "quick"]
 _PIECE_BYTES = 16 << 20
+
+# What says that a file is not what was written. Any other error of the storage says that it cannot be read now.
+_DAMAGE = (KeyMissingError, KeyDamagedError)
 
 Found = list[Problem]
 Check = Callable[[], tuple[Found, int]]
@@ -34,7 +37,8 @@ def verify(
     on_bytes: Callable[[int], None] | None = None,
     threads: int = 8,
 ) -> Report:
-    """Check every file: that it is there and has its size, and, at full depth, each of its bytes.
+    """Check every file: that it is there and has its size, and, at full depth, each of its bytes. A storage that cannot
+    be read now is a StorageError: nothing is known of the checkpoint then.
 
     `on_bytes` is told how many more bytes were checked, from any thread. `threads` is how many there are at most.
     """
@@ -50,7 +54,7 @@ def verify(
                     found, size = _check_file(
                         file, leaves.get(file.name, []), checkpoint, source, depth, pool, on_bytes
                     )
-            except StorageError as error:
+            except _DAMAGE as error:
                 found, size = [Problem(file.name, error.problem)], 0
             problems += found
             checked += size
@@ -126,7 +130,7 @@ def _check_ranges(file: FileRecord, ranges: list[tuple[str, Region, int, int]], 
     for leaf, region, start, end in ranges:
         try:
             damaged = check(source, region, start, end)
-        except StorageError as error:
+        except _DAMAGE as error:
             found.append(Problem(file.name, error.problem, leaf, (region.start + start, region.start + end)))
             continue
         found += [Problem(file.name, "the bytes do not have their digest", leaf, place) for place in damaged]
@@ -144,6 +148,8 @@ def _check_header(
             return [Problem(file.name, "the header's length is not the manifest's", None, (0, 8))], len(header)
         entries = parse_header(bytes(header), file.size_bytes)
     except HoldfastError as error:
+        if isinstance(error, StorageError) and not isinstance(error, _DAMAGE):
+            raise
         return [Problem(file.name, error.problem, error.leaf, (0, file.header_bytes))], len(header)
     ordered = sorted(leaves, key=lambda leaf: leaf[1].start)
     digests = (digest for _, chunk in ordered for digest in chunk.digests)

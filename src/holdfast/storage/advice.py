@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 
-from holdfast.errors import KeyExistsError, KeyMissingError, StorageError
+from holdfast.errors import KeyDamagedError, KeyExistsError, KeyMissingError, StorageError
 
 __all__ = ["explained"]
 
@@ -22,6 +22,8 @@ _ADVICE = {
     errno.EIO: "the disk failed: what was being written is lost; look at the system's log before you trust this disk",
     errno.ESTALE: "the file server forgot this folder: mount it again",
 }
+# Something else lies under the name: a link, or a file in the place of a folder. No second read changes that.
+_SOMETHING_ELSE = {errno.ELOOP, errno.ENOTDIR, errno.ENXIO}
 
 
 def explained(error: OSError, doing: str, file: str) -> StorageError:
@@ -32,4 +34,5 @@ def explained(error: OSError, doing: str, file: str) -> StorageError:
         return KeyExistsError("it exists already, and a name is written once", errno=errno.EEXIST, file=file)
     if isinstance(error, FileNotFoundError):
         return KeyMissingError("it does not exist", errno=errno.ENOENT, file=file)
-    return StorageError.of(error, doing, file=file, advice=_ADVICE.get(error.errno or 0, ""))
+    kind = KeyDamagedError if error.errno in _SOMETHING_ELSE else StorageError
+    return kind.of(error, doing, file=file, advice=_ADVICE.get(error.errno or 0, ""))

@@ -11,7 +11,9 @@ of a key before a `/`, and `""` is the root. The contract, which `holdfast.testi
 - When `put` or `Sink.close` returns, the bytes are durable. The *name* is durable only after `sync(folder)` of the
   folder that holds it returned, which also covers the folders above it. A power cut before that may lose the name.
 - An error of the system while bytes are made durable is final: the caller must give the key up, never try again.
-- Every failure is a `StorageError` that names the key; a key that is not there is a `KeyMissingError`.
+- Every failure is a `StorageError` that names the key; a key that is not there is a `KeyMissingError`, and one that
+  cannot be what was written there (no regular value, too short, too large) a `KeyDamagedError`. Any other error of a
+  read says that the storage cannot be read now: it is tried again, and never taken for damage.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ class Source(Protocol):
     def size_bytes(self) -> int: ...
 
     def read_into(self, offset: int, target: memoryview) -> None:
-        """Fill `target` with the bytes from `offset` on; a key that ends before is a `StorageError`."""
+        """Fill `target` with the bytes from `offset` on; a key that ends before is a `KeyDamagedError`."""
 
     def close(self) -> None: ...
 
@@ -103,7 +105,7 @@ class Storage(Protocol):
     def open(self, key: str) -> Source: ...
 
     def read(self, key: str, limit_bytes: int) -> bytes:
-        """The whole value of a small key. More than `limit_bytes` is a `StorageError` before memory is taken."""
+        """The whole value of a small key. More than `limit_bytes` is a `KeyDamagedError` before memory is taken."""
 
     def entries(self, folder: str) -> list[Entry]:
         """The names directly inside a folder, sorted. A folder that does not exist is empty."""

@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Self, TypeVar
 
-from holdfast.errors import KeyMissingError, StorageError, UsageError
+from holdfast.errors import KeyDamagedError, KeyMissingError, StorageError, UsageError
 from holdfast.storage.advice import explained
 from holdfast.storage.base import Entry
 from holdfast.storage.bypass import ALIGNMENT_BYTES, Bypass
@@ -92,7 +92,7 @@ class LocalStorage:
     def read(self, key: str, limit_bytes: int) -> bytes:
         with self.open(key) as source:
             if source.size_bytes > limit_bytes:
-                raise StorageError(
+                raise KeyDamagedError(
                     f"it has {source.size_bytes} bytes, and at most {limit_bytes} are expected here",
                     errno=errno.EFBIG,
                     file=self._path(key),
@@ -420,7 +420,7 @@ class LocalSource:
         except OSError as error:
             raise explained(error, "reading it", self._path) from error
         if count == 0:
-            raise StorageError(
+            raise KeyDamagedError(
                 f"it ends before byte {offset + len(view)}: the file is shorter than it should be",
                 file=self._path,
                 byte_range=(offset, offset + len(view)),
@@ -432,7 +432,7 @@ class LocalSource:
         if stat.S_ISDIR(status.st_mode):
             raise KeyMissingError("it is a folder, and holds no bytes", errno=errno.EISDIR, file=self._path)
         if not stat.S_ISREG(status.st_mode):
-            raise StorageError("it is no regular file", errno=errno.ENXIO, file=self._path)
+            raise KeyDamagedError("it is no regular file", errno=errno.ENXIO, file=self._path)
         return status.st_size
 
     def __enter__(self) -> Self:

@@ -1,4 +1,5 @@
-"""What Holdfast tests itself with, for your tests: storages that crash, fill up and lose power, and real ranks.
+"""What Holdfast tests itself with, for your tests: storages that crash, fail for a moment, fill up and lose power, and
+real ranks.
 
 The names are loaded when they are first used: only `run_ranks` brings torch, only `StorageContract` brings pytest.
 """
@@ -13,10 +14,18 @@ if TYPE_CHECKING:
     from holdfast.testing.power import PowerLossDisk, PowerLossStorage
     from holdfast.testing.processes import Outcome, run_ranks, values
     from holdfast.testing.simulation import simulate_ranks
-    from holdfast.testing.storages import CrashingStorage, FullStorage, MemoryStorage, SimulatedCrash, SlowStorage
+    from holdfast.testing.storages import (
+        CrashingStorage,
+        FlakyStorage,
+        FullStorage,
+        MemoryStorage,
+        SimulatedCrash,
+        SlowStorage,
+    )
 
 __all__ = [
     "CrashingStorage",
+    "FlakyStorage",
     "FullStorage",
     "MemoryStorage",
     "Outcome",
@@ -32,6 +41,7 @@ __all__ = [
 
 _MODULES = {
     "CrashingStorage": "storages",
+    "FlakyStorage": "storages",
     "FullStorage": "storages",
     "MemoryStorage": "storages",
     "Outcome": "processes",

@@ -1,4 +1,5 @@
-"""Storages for tests: one in memory, and wrappers that crash, fill up or slow down any other. They know no files.
+"""Storages for tests: one in memory, and wrappers that crash, fail for a moment, fill up or slow down any other. They
+know no files.
 
 Put one in the place of the real door, and enumerate: run once with `crash_at=None`, count `operations`, then run once
 for every number up to that and look at what is left in the inner storage.
@@ -7,17 +8,21 @@ for every number up to that and look at what is left in the inner storage.
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from types import TracebackType
 from typing import Self, TypeVar
 
-from holdfast.errors import KeyExistsError, KeyMissingError, StorageError, UsageError
-from holdfast.storage.base import Bytes, Entry, Sink, Source, Storage
+from holdfast.errors import KeyDamagedError, KeyExistsError, KeyMissingError, StorageError, UsageError
+from holdfast.storage.advice import explained
+from holdfast.storage.base import Bytes, Entry, Sink, Source, Storage, alignment_of
 from holdfast.storage.keys import folder_parts, key_parts
 
-__all__ = ["CrashingStorage", "FullStorage", "MemoryStorage", "SimulatedCrash", "SlowStorage"]
+__all__ = ["CrashingStorage", "FlakyStorage", "FullStorage", "MemoryStorage", "SimulatedCrash", "SlowStorage"]
 
 _Result = TypeVar("_Result")
 
@@ -72,7 +77,7 @@ class MemoryStorage:
     def read(self, key: str, limit_bytes: int) -> bytes:
         value = self.open(key).value
         if len(value) > limit_bytes:
-            raise StorageError(
+            raise KeyDamagedError(
                 f"it has {len(value)} bytes, and at most {limit_bytes} are expected here", file=self._place(key)
             )
         return value
@@ -179,7 +184,7 @@ class _MemorySource:
             raise UsageError(f"a key has no byte at {offset}", file=self._place)
         end = offset + target.nbytes
         if end > len(self.value):
-            raise StorageError(
+            raise KeyDamagedError(
                 f"it ends before byte {end}: it has {len(self.value)} bytes",
                 file=self._place,
                 byte_range=(offset, end),
@@ -339,6 +344,82 @@ class CrashingStorage(_Wrapper):
     def _death(self) -> SimulatedCrash:
         when = "after" if self._after else "before"
         return SimulatedCrash(f"died {when} operation {self.crash_at}: {self.operations[-1]}")
+
+
+class FlakyStorage(_Wrapper):
+    """Fails chosen reads, as a file server does that does not answer for a moment; writes are not touched.
+
+    A read is an `open`, a `read`, an `entries`, or a source's `read_into`. `reads` names those that were begun, each
+    with its key: `read step-000000500/manifest.json`, `open step-000000500/shared.json`, `entries notes`, `entries /`,
+    and `read_into step-000000500/rank-00000.safetensors 4096-8192`. Each read whose name matches `fail_on`, a pattern
+    as of a shell, fails the first `times` times with the system's error `errno`, and works from then on; with
+    `times=None` it fails for ever. `fail_on` may be set at any time. Run once without it, then once for every name in
+    `reads`.
+    """
+
+    def __init__(
+        self, inner: Storage, fail_on: str | None = None, *, times: int | None = 1, errno: int = errno.EIO
+    ) -> None:
+        super().__init__(inner)
+        self.fail_on = fail_on
+        self.times = times
+        self.errno = errno
+        self.reads: list[str] = []
+        self._failed: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def open(self, key: str) -> Source:
+        self._begin(f"open {key}", key)
+        return _FlakySource(self, key, self.inner.open(key))
+
+    def read(self, key: str, limit_bytes: int) -> bytes:
+        self._begin(f"read {key}", key)
+        return self.inner.read(key, limit_bytes)
+
+    def entries(self, folder: str) -> list[Entry]:
+        self._begin(f"entries {folder or '/'}", folder)
+        return self.inner.entries(folder)
+
+    def _begin(self, read: str, key: str) -> None:
+        with self._lock:
+            self.reads.append(read)
+            if self.fail_on is None or not fnmatchcase(read, self.fail_on):
+                return
+            if self.times is not None and self._failed[read] >= self.times:
+                return
+            self._failed[read] += 1
+        error = OSError(self.errno, os.strerror(self.errno))
+        raise explained(error, "reading it", f"{self.url}/{key}" if key else self.url)
+
+
+class _FlakySource:
+    def __init__(self, storage: FlakyStorage, key: str, inner: Source) -> None:
+        self._storage = storage
+        self._key = key
+        self._inner = inner
+
+    @property
+    def size_bytes(self) -> int:
+        return self._inner.size_bytes
+
+    @property
+    def alignment_bytes(self) -> int:
+        return alignment_of(self._inner)
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        self._storage._begin(f"read_into {self._key} {offset}-{offset + target.nbytes}", self._key)
+        self._inner.read_into(offset, target)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 class FullStorage(_Wrapper):

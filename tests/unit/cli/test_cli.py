@@ -121,12 +121,12 @@ def test_ls_shows_local_time(run: Path) -> None:
 def test_ls_as_json_has_every_fact_and_nothing_else_on_stdout(run: Path) -> None:
     code, found = call_json("ls", run)
     assert code == 0
-    assert set(found) == {"run", "checkpoints", "attempts", "damaged", "unsupported"}
+    assert set(found) == {"run", "checkpoints", "attempts", "damaged", "unreadable", "unsupported"}
     assert found["run"] == str(run)
     assert [one["step"] for one in found["checkpoints"]] == [30, 20, 10]
     assert [one["latest"] for one in found["checkpoints"]] == [True, False, False]
     assert found["attempts"] == ["step-000000040"]
-    assert found["damaged"] == found["unsupported"] == []
+    assert found["damaged"] == found["unreadable"] == found["unsupported"] == []
     checkpoint, manifest = found["checkpoints"][1], manifest_of(run / "step-000000020")
     assert checkpoint == {
         "folder": "step-000000020",
