@@ -28,6 +28,7 @@ from holdfast.errors import (
     KeyDamagedError,
     KeyExistsError,
     KeyMissingError,
+    SaveFailedError,
     SaveUncertainError,
     StorageError,
     UnsupportedFormatError,
@@ -41,14 +42,15 @@ from holdfast.records.facts import STATE_DICT_NOTE
 from holdfast.records.manifest import (
     FORMAT,
     MAX_MANIFEST_BYTES,
+    MAX_SEQUENCE,
     Manifest,
     ManifestHead,
-    check_manifest,
     decode_head,
     digest_of,
     encode_abandoned,
     encode_manifest,
     is_abandoned,
+    require_readable,
 )
 from holdfast.records.notes import (
     MAX_NOTE_NUMBER,
@@ -61,7 +63,7 @@ from holdfast.records.notes import (
     sum_up,
 )
 from holdfast.records.selector import Ranking, Selector
-from holdfast.records.wire import encode_record, read_record
+from holdfast.records.wire import MAX_RECORD_BYTES, encode_record, read_record
 from holdfast.storage.base import Storage
 from holdfast.storage.retrying import with_retries
 
@@ -370,17 +372,24 @@ class Catalog:
     def next_sequence(self) -> int:
         """The number of the next commit: one more than any that is there. Only what is new is read."""
         known = {checkpoint.folder: checkpoint for checkpoint in list(self._known.values())}
-        highest = 0
+        highest, last = 0, ""
         for name in self._names():
             if layout.parse_folder(name) is None:
                 continue
             try:
                 # A committed checkpoint never changes, so one that was read before counts as it was then.
-                highest = max(highest, (known.get(name) or self.read(name)).sequence)
+                highest, last = max((highest, last), ((known.get(name) or self.read(name)).sequence, name))
             except (KeyMissingError, CorruptCheckpointError, UnsupportedFormatError):
                 # An attempt, or damage, which is for readers to report. What only cannot be read now is an error: its
                 # number must not be given a second time.
                 continue
+        if highest >= MAX_SEQUENCE:
+            raise SaveFailedError(
+                f"{last} has the sequence number {highest}, after which there is none",
+                run=self.storage.url,
+                advice="no training gets that far: look where that checkpoint comes from, and move its folder out of "
+                "the run",
+            )
         return highest + 1
 
     def open_run(self) -> str:
@@ -515,6 +524,11 @@ class Catalog:
         note = Note(checkpoint=checkpoint.digest, created=_now(), **said)
         numbers = [parsed.number for parsed in map(parse_note_name, self.note_names()) if parsed is not None]
         number = max(numbers, default=0) + 1
+        data = encode_note(note)
+        if len(data) > MAX_RECORD_BYTES:
+            raise UsageError(
+                f"a note of {len(data):,} bytes is over the limit of {MAX_RECORD_BYTES:,}", run=self.storage.url
+            )
         while True:
             if number > MAX_NOTE_NUMBER:
                 raise StorageError(
@@ -524,7 +538,7 @@ class Catalog:
                     advice="remove that file, which no writer made",
                 )
             try:
-                self.storage.put(note_key(checkpoint.folder, number), encode_note(note))
+                self.storage.put(note_key(checkpoint.folder, number), data)
                 break
             except KeyExistsError:
                 number += 1
@@ -648,9 +662,9 @@ class Catalog:
 
         `same_tensors`: but for their digests they are those of a manifest that this catalog has committed.
         """
-        # The way back is checked before the commit: a manifest that no reader would take must not become a checkpoint.
-        check_manifest(manifest, tensors=not same_tensors)
         data, digest = encode_manifest(manifest)
+        # The way back is checked before the commit: a manifest that no reader would take must not become a checkpoint.
+        require_readable(manifest, data, tensors=not same_tensors)
         try:
             self._put_manifest(manifest.folder, data)
             # Without it a power cut can keep the manifest's bytes and lose its name, after it was called committed.

@@ -72,7 +72,7 @@ from holdfast.records.codec import Json, decode, encode
 from holdfast.records.dtypes import ELEMENT_TYPES
 from holdfast.records.facts import Facts, Listing
 from holdfast.records.files import TensorFile
-from holdfast.records.manifest import BLOCK_BYTES, ChunkRecord, FileRecord, TensorRecord, TreeRecord
+from holdfast.records.manifest import BLOCK_BYTES, MAX_VALUES_BYTES, ChunkRecord, FileRecord, TensorRecord, TreeRecord
 from holdfast.records.report import Problem
 from holdfast.records.state import Receipt
 from holdfast.records.targets import Request
@@ -97,7 +97,6 @@ _NOTE = "dcp"
 _LOOSE = "state"
 _PIECE_BYTES = 32 * BLOCK_BYTES
 _BATCH_BYTES = 1 << 30
-_MAX_VALUES_BYTES = 4 << 30
 _FUNCTION_OF_SAVE = "_save_state_dict"
 _LOOK_SECONDS = 0.25
 
@@ -908,7 +907,7 @@ def _read_note(stored: Any) -> _Note:
 
 def _read_values(checkpoint: Checkpoint, name: str, *, checked: bool) -> dict[str, Json]:
     record = next(file for file in checkpoint.manifest.files if file.name == name)
-    data = checkpoint.storage.read(checkpoint.key(name), min(record.size_bytes, _MAX_VALUES_BYTES))
+    data = checkpoint.storage.read(checkpoint.key(name), min(record.size_bytes, MAX_VALUES_BYTES))
     where: dict[str, Any] = {"run": checkpoint.storage.url, "step": checkpoint.step, "file": name}
     if len(data) != record.size_bytes:
         raise CorruptCheckpointError(f"has {len(data)} bytes, the manifest says {record.size_bytes}", **where)

@@ -22,6 +22,7 @@ NOTES = "notes"
 MAX_STEP = 2**63 - 1
 # No step is tried so often. A higher number was not made by counting, and the next one would be no name any more.
 MAX_COUNTED_ATTEMPT = 10**8
+MAX_ATTEMPT = 999_999_999
 MAX_NAME_CHARACTERS = 1024
 _MAX_PART_BYTES = 255
 
@@ -66,6 +67,12 @@ def folder_name(step: int, attempt: int = 1) -> str:
     check_step(step)
     if attempt < 1:
         raise UsageError(f"an attempt's number is 1 or more, not {attempt}")
+    if attempt > MAX_ATTEMPT:
+        raise UsageError(
+            f"step {step} has no free name: an attempt's number is at most {MAX_ATTEMPT}",
+            advice=f"move the folder whose name ends in .{MAX_ATTEMPT} out of the run, and {LEASE}/ with it if nobody "
+            "writes to the run",
+        )
     return f"step-{step:09d}" if attempt == 1 else f"step-{step:09d}.{attempt}"
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 from blake3 import blake3
 
-from holdfast.errors import CorruptCheckpointError, HoldfastError, UnsupportedFormatError
+from holdfast.errors import CorruptCheckpointError, HoldfastError, SaveFailedError, UnsupportedFormatError
 from holdfast.records import layout
 from holdfast.records.boxes import MAX_DIMENSIONS, Box, cover_exactly
 from holdfast.records.dtypes import element_type
@@ -25,11 +25,15 @@ from holdfast.records.wire import from_json
 FORMAT = 1
 BLOCK_BYTES = 1 << 20
 MAX_MANIFEST_BYTES = 1 << 30
+MAX_VALUES_BYTES = 4 << 30
+MAX_SEQUENCE = 2**53 - 1
+"""Far above what any run gets to: a higher number was made up, and must not take the numbers after it away."""
 _MIN_BLOCK_BYTES = 1 << 12
 _MAX_BLOCK_BYTES = 1 << 30
 _MAX_TENSOR_BYTES = 2**63 - 1
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Sequence = Annotated[int, msgspec.Meta(ge=0, le=MAX_SEQUENCE)]
 Sizes = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
@@ -107,7 +111,7 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     folder: str
     step: Count
-    sequence: Count
+    sequence: Sequence
     parent: Digest | None
     created: str
     world_size: Count
@@ -223,6 +227,27 @@ def decode_head(data: bytes) -> tuple[ManifestHead, str]:
     return head, envelope.digest
 
 
+def require_readable(manifest: Manifest, data: bytes, *, tensors: bool = True) -> None:
+    """Raise a SaveFailedError if a reader would refuse this manifest, whose bytes are `data`. To be called before it is
+    created: what no reader takes must not become a checkpoint.
+
+    Without `tensors` they are taken on trust, as by `check_manifest`.
+    """
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise SaveFailedError(
+            f"the manifest has {len(data):,} bytes, and no reader takes more than {MAX_MANIFEST_BYTES:,}",
+            step=manifest.step,
+            advice="store less in metrics=, progress=, extra=, guards= and config=, or make it a component, whose "
+            "values lie in files of their own",
+        )
+    try:
+        check_manifest(manifest, tensors=tensors)
+        # By the reader itself, types and limits included; the tensors, which may be many, were checked as they are.
+        decode_head(encode_manifest(msgspec.structs.replace(manifest, tensors=()))[0])
+    except HoldfastError as error:
+        raise SaveFailedError(f"the manifest would be one that no reader takes: {error}", step=manifest.step) from error
+
+
 def check_manifest(manifest: Manifest, *, tensors: bool = True) -> None:
     """Everything that a reader relies on. A manifest with a right digest can still have been made by somebody.
 
@@ -284,6 +309,10 @@ def _check_trees(trees: Iterable[TreeRecord], files: Mapping[str, FileRecord]) -
             raise CorruptCheckpointError(
                 f"the values of '{tree.name}' lie in {tree.file[:200]!r}, which is not listed as a file of values"
             )
+        if file.size_bytes > MAX_VALUES_BYTES:
+            raise CorruptCheckpointError(
+                f"the values of '{tree.name}' have {file.size_bytes:,} bytes, and at most {MAX_VALUES_BYTES:,} are read"
+            )
         seen.add(tree.name)
 
 
@@ -296,6 +325,8 @@ def _check_tensors(manifest: Manifest, files: Mapping[str, FileRecord]) -> None:
         seen.add(tensor.name)
         if len(tensor.name) > layout.MAX_NAME_CHARACTERS:
             raise CorruptCheckpointError("a name is over the limit", leaf=tensor.name[:200])
+        if len(tensor.shape) > MAX_DIMENSIONS:
+            raise CorruptCheckpointError(f"{len(tensor.shape)} dimensions are over the limit", leaf=tensor.name)
         item_bytes = tensor.item_bytes
         # An empty tensor can state any sizes beside its zero, and torch counts its strides in 64 bits.
         if math.prod(tensor.shape if 0 not in tensor.shape else _ones(tensor.shape)) * item_bytes > _MAX_TENSOR_BYTES:

@@ -13,7 +13,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from holdfast.errors import CorruptCheckpointError
+from holdfast.errors import CorruptCheckpointError, UsageError
 from holdfast.records.boxes import MAX_DIMENSIONS, Box
 from holdfast.records.dtypes import STORED_CODES, ElementType, element_type
 from holdfast.records.wire import from_json
@@ -68,6 +68,12 @@ def frame(chunks: Sequence[FramedChunk]) -> Frame:
         relative.append(position)
         position = end
     header = _padded(msgspec.json.encode(entries))
+    if len(header) > MAX_HEADER_BYTES:
+        raise UsageError(
+            f"the names of {len(ordered)} tensors make a header of {len(header):,} bytes, over the limit of "
+            f"{MAX_HEADER_BYTES:,}",
+            advice="give the tensors shorter names",
+        )
     return Frame(header, ordered, tuple(len(header) + start for start in relative), len(header) + position)
 
 

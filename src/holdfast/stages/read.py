@@ -26,7 +26,7 @@ from holdfast.digesting import DeviceDigester
 from holdfast.errors import CorruptCheckpointError, KeyDamagedError, KeyMissingError, StorageError
 from holdfast.memory import prefer_huge_pages
 from holdfast.records.boxes import Box, Span, span_of, strides_of, whole
-from holdfast.records.manifest import ChunkRecord, TensorRecord
+from holdfast.records.manifest import MAX_VALUES_BYTES, ChunkRecord, TensorRecord
 from holdfast.records.report import Problem
 from holdfast.records.targets import Request
 from holdfast.ring import SLOT_BYTES, Carrier, Rings
@@ -37,7 +37,6 @@ from holdfast.tensors import is_dense, memory_at, memory_of, torch_dtype
 logger = logging.getLogger("holdfast")
 
 _MAX_WORKERS = 8
-_MAX_VALUES_BYTES = 4 << 30
 _BATCH_BYTES = 16 << 20
 # A piece, widened to whole pages on both sides, fits into a slot.
 _PIECE_BYTES = SLOT_BYTES - (64 << 10)
@@ -105,7 +104,7 @@ def check_files(checkpoint: Checkpoint, names: Set[str]) -> list[Problem]:
 def read_values(checkpoint: Checkpoint, name: str, *, checked: bool) -> bytes:
     """Read a file of values whole. Another size than the manifest says, or, with `checked`, digest, is an error."""
     record = next(file for file in checkpoint.manifest.files if file.name == name)
-    data = checkpoint.storage.read(checkpoint.key(name), min(record.size_bytes, _MAX_VALUES_BYTES))
+    data = checkpoint.storage.read(checkpoint.key(name), min(record.size_bytes, MAX_VALUES_BYTES))
     if len(data) != record.size_bytes:
         raise CorruptCheckpointError(f"has {len(data)} bytes, the manifest says {record.size_bytes}", file=name)
     if checked and blake3(data).hexdigest() != record.digest:

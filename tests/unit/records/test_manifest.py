@@ -20,6 +20,8 @@ from holdfast.records.boxes import Box
 from holdfast.records.dtypes import ELEMENT_TYPES, element_type
 from holdfast.records.manifest import (
     FORMAT,
+    MAX_SEQUENCE,
+    MAX_VALUES_BYTES,
     ChunkRecord,
     FileRecord,
     Manifest,
@@ -134,9 +136,12 @@ def manifests(draw: st.DrawFn) -> Manifest:
         small(),
         step=step,
         folder=layout.folder_name(step, draw(st.integers(1, 99))),
-        sequence=draw(st.integers(0, 2**63 - 1)),
+        sequence=draw(st.integers(0, MAX_SEQUENCE)),
         parent=draw(st.none() | st.just(DIGEST)),
-        files=(*files, FileRecord(name="shared.json", size_bytes=draw(st.integers(0, 2**63 - 1)), digest=DIGEST)),
+        files=(
+            *files,
+            FileRecord(name="shared.json", size_bytes=draw(st.integers(0, MAX_VALUES_BYTES)), digest=DIGEST),
+        ),
         tensors=tuple(tensors),
         metrics=draw(st.dictionaries(TEXTS, VALUES, max_size=3)),
         extra=draw(st.dictionaries(TEXTS, VALUES, max_size=3)),
@@ -464,10 +469,10 @@ def test_a_chunk_with_a_hundred_thousand_dimensions_is_refused_before_they_are_m
 
 @pytest.mark.guarantee("G9")
 def test_a_file_that_claims_to_be_huge_costs_nothing_to_list() -> None:
-    data = forged(at("files", 2, "size_bytes", to=2**63 - 1))
+    data = forged(at("files", 2, "size_bytes", to=MAX_VALUES_BYTES))
     tracemalloc.start()
     manifest, _ = decode_manifest(data)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert manifest.size_bytes > 2**62
+    assert manifest.size_bytes > MAX_VALUES_BYTES
     assert peak < 20 * len(data) + 100_000
