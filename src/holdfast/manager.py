@@ -56,7 +56,7 @@ from holdfast.stages.resolve import Location, locate
 from holdfast.stages.retain import Decision
 from holdfast.staging import ChosenMode
 from holdfast.storage.base import Storage
-from holdfast.storage.registry import open_storage, storage_for
+from holdfast.storage.registry import open_storage, same_place, storage_for
 from holdfast.survivors import wait_for_survivors
 
 logger = logging.getLogger("holdfast")
@@ -653,7 +653,7 @@ class CheckpointManager:
         """Which checkpoint of which run; `explicit` when anything but this run's latest was asked for."""
         if _is_path(selector):
             catalog, chosen = locate(selector)  # type: ignore[arg-type]
-            same_run = catalog.storage.url == self._catalog.storage.url
+            same_run = same_place(catalog.storage, self._catalog.storage)
             return self._catalog if same_run else catalog, chosen, True
         _, chosen = locate(self._catalog.storage, selector)  # type: ignore[arg-type]
         return self._catalog, chosen, chosen.kind != "latest"

@@ -82,7 +82,7 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 class TreeRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One component's values, or those of one scope of it, and the file that holds them. `type` is the class of an
-    optimizer or of an object with a state of its own: to another class the state may mean nothing."""
+    optimizer, whose state means nothing to another."""
 
     component: str
     kind: str
@@ -237,8 +237,8 @@ def require_readable(manifest: Manifest, data: bytes, *, tensors: bool = True) -
         raise SaveFailedError(
             f"the manifest has {len(data):,} bytes, and no reader takes more than {MAX_MANIFEST_BYTES:,}",
             step=manifest.step,
-            advice="store less in metrics=, progress=, extra=, guards= and config=, or make it a component, whose "
-            "values lie in files of their own",
+            advice="store less in metrics=, progress=, extra=, guards= and config=, or make it a component, which "
+            "has a file of its own",
         )
     try:
         check_manifest(manifest, tensors=tensors)

@@ -69,6 +69,17 @@ class LocalStorage:
         """Whether another process that opens `url` has the same storage: not a class or a disk that is only in this."""
         return type(self) is LocalStorage and self._disk is _DISK
 
+    def folder_identity(self) -> tuple[int, int] | None:
+        """Return what is the same for every path to the root: the numbers of its device and its inode; None as long as
+        it is not there."""
+        with self._explaining("looking at it", ""):
+            try:
+                with self._folder([]) as root:
+                    status = self._disk.status_of(root)
+            except FileNotFoundError:
+                return None
+        return status.st_dev, status.st_ino
+
     def put(self, key: str, data: bytes) -> None:
         *folders, name = key_parts(key)
         with self._explaining(f"writing a file of {len(data)} bytes", key):

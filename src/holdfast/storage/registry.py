@@ -16,7 +16,7 @@ from holdfast.storage.local import LocalStorage
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoints
 
-__all__ = ["ENTRY_POINT_GROUP", "open_storage", "path_of_file_url", "storage_for"]
+__all__ = ["ENTRY_POINT_GROUP", "open_storage", "path_of_file_url", "same_place", "storage_for"]
 
 ENTRY_POINT_GROUP = "holdfast.storages"
 # Two letters at least: `C:\runs` is somebody's path and no scheme.
@@ -52,6 +52,15 @@ def storage_for(run: str | os.PathLike[str] | Storage, storage: object) -> Stora
             advice="give an object of the protocol holdfast.storage.base.Storage; a path or a URL is the run itself",
         )
     return storage
+
+
+def same_place(one: Storage, other: Storage) -> bool:
+    """Return whether two storages are the same one: by their URLs, or by the folder that they have, to which links,
+    relative paths and bind mounts give many names."""
+    if one.url == other.url:
+        return True
+    folders = [storage.folder_identity() for storage in (one, other) if hasattr(storage, "folder_identity")]
+    return len(folders) == 2 and folders[0] is not None and folders[0] == folders[1]
 
 
 def path_of_file_url(url: str) -> str:
