@@ -10,6 +10,7 @@ import logging
 import platform
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -255,6 +256,7 @@ class Leader:
             lease_token=self._lease.token if self._lease is not None else "",
             comparison=self._watch.comparison,
             round=self._watch.round,
+            ranks_here=neighbours(self._briefs) if duties else (),
         )
 
     def _name(self, step: int) -> str:
@@ -271,17 +273,18 @@ class Leader:
 
     def _must_stream(self) -> bool:
         limit = self._staging_limit_bytes
-        for rank, (needed, brief) in enumerate(zip(self._plan.sizes, self._briefs, strict=True)):
+        rooms = rooms_for_staging(self._briefs)
+        for rank, (needed, room) in enumerate(zip(self._plan.sizes, rooms, strict=True)):
             if limit is not None and needed > limit:
                 logger.debug("rank %d has %d bytes, over staging_limit_bytes=%d: streamed", rank, needed, limit)
                 return True
-            if brief.room_bytes is not None and needed + _ROOM_FOR_HEADERS_BYTES > brief.room_bytes:
+            if room is not None and needed + _ROOM_FOR_HEADERS_BYTES > room:
                 logger.warning(
                     "rank %d has %.1f MiB to stage and %.1f MiB of memory are free: this save is written in pieces "
                     "before the training goes on",
                     rank,
                     needed / 2**20,
-                    brief.room_bytes / 2**20,
+                    room / 2**20,
                 )
                 return True
         return False
@@ -317,6 +320,21 @@ class Leader:
             self._line = None
             return None
         return folder
+
+
+def neighbours(briefs: Sequence[Brief]) -> tuple[int, ...]:
+    """Return for each rank how many of these ranks are on its machine, itself included."""
+    counts = Counter(brief.machine for brief in briefs)
+    return tuple(counts[brief.machine] if brief.machine else 1 for brief in briefs)
+
+
+def rooms_for_staging(briefs: Sequence[Brief]) -> list[int | None]:
+    """Return the memory that each rank may stage in: its share of what is free on its machine, where all ranks stage at
+    the same time, and what it holds already. None where that is enough by itself."""
+    return [
+        None if brief.room_bytes is None else brief.held_bytes + brief.room_bytes // max(count, brief.ranks_here, 1)
+        for brief, count in zip(briefs, neighbours(briefs), strict=True)
+    ]
 
 
 def _pattern(briefs: Sequence[Brief]) -> list[int]:

@@ -1,58 +1,135 @@
-"""A rank's share of its machine: the host memory that is left, or that the limit of its job leaves; the processors."""
+"""A rank's share of its machine: the host memory that is left, or that the limit of its job leaves; the processors.
+
+How many ranks share a machine is said by their launcher, each in its own way, or not at all; the ranks that save
+together count themselves (`note_ranks_here`). The larger number holds: a group may be a part of what runs here.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import socket
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
-__all__ = ["own_processors", "room_for_staging"]
+__all__ = ["free_for_staging", "machine_name", "note_ranks_here", "own_processors", "ranks_here"]
 
-_GROUPS = Path("/sys/fs/cgroup")
 _SHARE = 0.9
+_ROOT = Path("/")
+# torchrun says it exactly, whatever started torchrun. The others: Open MPI, Intel MPI and MPICH, MVAPICH, Cray, jsrun.
+_EXACT = "LOCAL_WORLD_SIZE"
+_LAUNCHERS = (
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+    "PMI_LOCAL_SIZE",
+    "PALS_LOCAL_SIZE",
+    "JSM_NAMESPACE_LOCAL_SIZE",
+)
+_SLURM_COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", re.ASCII)
+_MOST_RANKS = 10**12
+
+_counted = 1
 
 
-def room_for_staging() -> int:
-    """This rank's share of the memory that is free; the other ranks of the machine stage at the same time."""
-    free = min([_free_on_machine(), *_free_in_groups()])
-    return int(_SHARE * max(free, 0)) // _ranks_here()
+def free_for_staging(root: Path = _ROOT) -> int:
+    """Return the memory that all ranks of this machine together may take. `root`: where `proc` and `sys` are."""
+    free = min([_free_on_machine(root), *_free_in_groups(root)])
+    return int(_SHARE * max(free, 0))
 
 
 def own_processors() -> int:
     """How many processors there are for each rank of this machine."""
-    return max(len(os.sched_getaffinity(0)) // _ranks_here(), 1)
+    return max(len(os.sched_getaffinity(0)) // ranks_here(), 1)
 
 
-def _ranks_here() -> int:
-    try:
-        return max(int(os.environ.get("LOCAL_WORLD_SIZE") or 1), 1)
-    except ValueError:
-        return 1
+def ranks_here() -> int:
+    """Return how many ranks share this machine, as far as is known."""
+    return max(_counted, _launched())
 
 
-def _free_on_machine() -> int:
-    lines = (line.split() for line in _text(Path("/proc/meminfo")).splitlines())
+def note_ranks_here(count: int) -> None:
+    """Take note of how many of the ranks that save together are on this machine."""
+    global _counted
+    _counted = max(_counted, count)
+
+
+@cache
+def machine_name() -> str:
+    """Return what is the same for all processes of this machine, containers included, and for no others."""
+    return _text(_ROOT / "proc/sys/kernel/random/boot_id").strip() or socket.gethostname()
+
+
+def _launched() -> int:
+    exact = _count(os.environ.get(_EXACT, ""))
+    return exact or max([1, _launched_by_slurm(), *(_count(os.environ.get(name, "")) for name in _LAUNCHERS)])
+
+
+def _launched_by_slurm() -> int:
+    """Return how many tasks of this job step are on this node; 0 outside of a step, such as in a batch script."""
+    if "SLURM_STEP_ID" not in os.environ and "SLURM_STEPID" not in os.environ:
+        return 0
+    tasks = _tasks_per_node(os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    node = _count(os.environ.get("SLURM_NODEID", ""))
+    if node < len(tasks):
+        return tasks[node]
+    return max([_count(os.environ.get("SLURM_NTASKS_PER_NODE", "")), *tasks])
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """Return the numbers of a text such as "4(x2),3", a number for each node; nothing for any other text."""
+    found = [_SLURM_COUNT.fullmatch(part.strip()) for part in text.split(",")]
+    runs = [(int(match[1]), int(match[2] or 1)) for match in found if match is not None]
+    if len(runs) < len(found) or sum(times for _, times in runs) > 1 << 20:
+        return []
+    return [tasks for tasks, times in runs for _ in range(times)]
+
+
+def _count(text: str) -> int:
+    stripped = text.strip()
+    return min(int(stripped), _MOST_RANKS) if stripped.isascii() and stripped.isdigit() and len(stripped) < 20 else 0
+
+
+def _free_on_machine(root: Path) -> int:
+    lines = (line.split() for line in _text(root / "proc/meminfo").splitlines())
     return next((int(line[1]) * 1024 for line in lines if line[0] == "MemAvailable:"), 1 << 62)
 
 
-def _free_in_groups() -> Iterator[int]:
+def _free_in_groups(root: Path) -> Iterator[int]:
     """What is left under each limit that batch systems and containers set: on this process's group and those above."""
-    for line in _text(Path("/proc/self/cgroup")).splitlines():
+    groups = root / "sys/fs/cgroup"
+    for line in _text(root / "proc/self/cgroup").splitlines():
         _, kinds, path = line.split(":", 2)
-        if kinds:
-            continue  # the older kind of groups
-        group = _GROUPS / path.lstrip("/")
-        for folder in (group, *group.parents):
-            if folder.is_relative_to(_GROUPS):
-                yield from _free_in_group(folder)
+        if not kinds:
+            for mount in (groups, groups / "unified"):
+                yield from _free_up_to(mount, path, _LIMITS_V2)
+        elif "memory" in kinds.split(","):
+            yield from _free_up_to(groups / "memory", path, _LIMITS_V1)
 
 
-def _free_in_group(folder: Path) -> Iterator[int]:
-    limit, used = _text(folder / "memory.max").strip(), _text(folder / "memory.current").strip()
-    if limit.isdigit() and used.isdigit():
-        # Clean pages of files count as used, and are given up when somebody needs the room.
-        clean = (line.split() for line in _text(folder / "memory.stat").splitlines())
-        yield int(limit) - int(used) + next((int(line[1]) for line in clean if line[0] == "inactive_file"), 0)
+# The files of a group that state a limit and how much is used, and what of that is clean pages of files.
+_LIMITS_V2 = (("memory.max", "memory.high"), "memory.current", "inactive_file")
+_LIMITS_V1 = (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
+
+
+def _free_up_to(mount: Path, path: str, files: tuple[tuple[str, ...], str, str]) -> Iterator[int]:
+    """What each group from a process's own up to the mount leaves. In a container the path may be the host's, and only
+    the mount itself be there: it is the container's own group then."""
+    group = mount / path.strip("/")
+    for folder in (group, *group.parents):
+        if folder.is_relative_to(mount):
+            yield from _free_in_group(folder, *files)
+
+
+def _free_in_group(folder: Path, limits: tuple[str, ...], usage: str, clean: str) -> Iterator[int]:
+    used = _text(folder / usage).strip()
+    stated = [_text(folder / name).strip() for name in limits]
+    for limit in stated:
+        if limit.isdigit() and used.isdigit():
+            # Clean pages of files count as used, and are given up when somebody needs the room.
+            lines = (line.split() for line in _text(folder / "memory.stat").splitlines())
+            yield int(limit) - int(used) + next((int(line[1]) for line in lines if line[:1] == [clean]), 0)
 
 
 def _text(path: Path) -> str:

@@ -50,7 +50,7 @@ from holdfast.records.facts import Listing
 from holdfast.records.files import PlainFile
 from holdfast.records.images import Image, Job, Layout, PlainImage
 from holdfast.records.state import Brief, Duty, Inventory, Receipt, ReplicaSet, SavePlan
-from holdfast.room import room_for_staging
+from holdfast.room import free_for_staging, machine_name, note_ranks_here, ranks_here
 from holdfast.stages.capture import Capture, Capturer
 from holdfast.stages.commit import commit
 from holdfast.stages.compare import Sampler, digest_parts, digest_sets
@@ -376,7 +376,7 @@ class Saver:
         known = self._plan.number if self._plan is not None else 0
         # An arena that held this very structure holds it again; any other may need more memory than there is.
         same = self._plan is not None and self._plan.structure == captured.structure and self._stager.capacity_bytes
-        room = None if same else room_for_staging() + self._stager.capacity_bytes
+        room = None if same else free_for_staging()
         return Brief(
             captured.structure,
             captured.digests,
@@ -386,6 +386,9 @@ class Saver:
             unheard=self._unheard() is not None,
             comparison=self._sampler.comparison(captured.structure),
             samples=self._sampler.take(captured.memory, captured.structure, step),
+            held_bytes=self._stager.capacity_bytes,
+            machine=machine_name(),
+            ranks_here=ranks_here(),
         )
 
     def _follow(self, work: _Work, pending: PendingSave) -> None:
@@ -422,6 +425,8 @@ class Saver:
     def _plan_of(self, work: _Work) -> _RankPlan:
         """This rank's part of the plan; worked out when the plan is new."""
         decided = work.decided
+        if decided.ranks_here:
+            note_ranks_here(decided.ranks_here[self._ranks.rank])
         if self._plan is None or decided.duties:
             duty = decided.duties[self._ranks.rank]
             files = lay_out(work.captured.inventory(), duty, rank=self._ranks.rank)

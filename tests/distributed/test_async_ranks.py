@@ -29,6 +29,7 @@ from holdfast.catalog import Catalog
 from holdfast.errors import RankError, SaveFailedError, SaveUncertainError, StorageError, UsageError
 from holdfast.leading import SaveRequest
 from holdfast.ranks import Ranks, torch_ranks
+from holdfast.room import ranks_here
 from holdfast.saving import Saver
 from holdfast.storage.local import LocalStorage
 from holdfast.testing import Outcome, run_ranks, values
@@ -795,6 +796,24 @@ def test_a_leader_that_ends_before_its_commit_leaves_the_others_an_error_that_do
     assert error.step == 2
     assert "not committed so far, and may still be" in str(error)
     assert steps_of(tmp_path / "run") == [1]
+
+
+def ranks_of_a_launcher_that_says_nothing(rank: int, run: Path) -> Any:
+    """Start as under a launcher that sets no variable of torchrun's, save, and see what is known then."""
+    del os.environ["LOCAL_WORLD_SIZE"]
+    before = ranks_here()
+    with manager_of(run, {"model": holdfast.Shared(sharded_model(1))}) as manager:
+        manager.save(1, wait=True)
+        variables = Path(f"/proc/{own_writer()}/environ").read_bytes().split(b"\0")
+    return before, ranks_here(), [text for text in variables if text.startswith(b"LOCAL_WORLD_SIZE")]
+
+
+def test_ranks_on_one_machine_count_each_other_where_the_launcher_does_not_say_how_many_they_are(
+    tmp_path: Path,
+) -> None:
+    for before, after, of_writer in values(run_ranks(2, ranks_of_a_launcher_that_says_nothing, tmp_path)):
+        assert (before, after) == (1, 2)
+        assert of_writer == [b"LOCAL_WORLD_SIZE=2"]
 
 
 # The end of the group

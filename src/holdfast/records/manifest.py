@@ -82,7 +82,7 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 class TreeRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One component's values, or those of one scope of it, and the file that holds them. `type` is the class of an
-    optimizer, whose state means nothing to another."""
+    optimizer or of an object with a state of its own: to another class the state may mean nothing."""
 
     component: str
     kind: str

@@ -140,9 +140,10 @@ class Duty(msgspec.Struct, frozen=True, array_like=True):
 class Brief(msgspec.Struct, frozen=True, array_like=True):
     """What a rank says first. Where the leader knows the structure, it is enough: the plan of the last save holds.
 
-    `plan` is the number of the plan that this rank has. `room_bytes` is the memory that staging may take; None: all
-    that it needs is there already. `unheard`: the failure of the save before was not raised on this rank yet.
-    `comparison` is the number of the replica sets that this rank has, and `samples` are digests of some of them.
+    `plan` is the number of the plan that this rank has. `room_bytes` is the memory that is free for staging on its
+    `machine`, for all ranks there, which are `ranks_here` at least; None: all that it needs is there already, in
+    `held_bytes`. `unheard`: the failure of the save before was not raised on this rank yet. `comparison` is the number
+    of the replica sets that this rank has, and `samples` are digests of some of them.
     """
 
     structure: str
@@ -153,6 +154,9 @@ class Brief(msgspec.Struct, frozen=True, array_like=True):
     unheard: bool = False
     comparison: int = 0
     samples: tuple[Sample, ...] = ()
+    held_bytes: int = 0
+    machine: str = ""
+    ranks_here: int = 1
 
 
 class SavePlan(msgspec.Struct, frozen=True, array_like=True):
@@ -162,6 +166,7 @@ class SavePlan(msgspec.Struct, frozen=True, array_like=True):
     `duties` it is the one that every rank has, and with neither the leader wants to see the inventories. `streamed`:
     there is no room to stage, so the save is written from the tensors' own memory. `unheard`: raise what failed before.
     `lease` is the number under which the leader writes, `lease_token` the token of its claim, which no other run has.
+    `ranks_here` has, with a new plan, for each rank how many of these ranks are on its machine.
 
     `comparison` is the number of the replica sets to sample from; `replicas` are those sets, where they are new, which
     are compared before the save starts. `round` is the number of the next sample. `differing` are the numbers of sets
@@ -181,6 +186,7 @@ class SavePlan(msgspec.Struct, frozen=True, array_like=True):
     round: int = 0
     replicas: tuple[ReplicaSet, ...] = ()
     differing: tuple[int, ...] = ()
+    ranks_here: tuple[int, ...] = ()
 
 
 class Receipt(msgspec.Struct, frozen=True, array_like=True):

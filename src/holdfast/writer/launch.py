@@ -17,6 +17,7 @@ import blake3
 import msgspec
 
 import holdfast
+from holdfast.room import ranks_here
 
 __all__ = ["start_process"]
 
@@ -89,4 +90,5 @@ def _environment() -> dict[str, str]:
     home = os.environ.get("PYTHONHOME", "")
     if home and home.partition(":")[0] == sys.base_prefix:
         kept["PYTHONHOME"] = home
-    return kept
+    # What this process has learned from the other ranks; the writer shares the processors out by it.
+    return {**kept, "LOCAL_WORLD_SIZE": str(ranks_here())}
