@@ -12,6 +12,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
@@ -19,6 +20,7 @@ from holdfast.naming import unwrap
 from tests.distributed.scenes import Play, bits, caught, run_scenes, the_same_error, trees
 from tests.unit.test_odd_modules import Metric, renamed, tower
 from tests.unit.test_odd_optimizers import Lookahead
+from tests.unit.test_subclasses import Optimizer8, Registered, Scaled, model_with
 
 TIMEOUT_SECONDS = 20.0
 
@@ -157,7 +159,80 @@ def zero_redundancy_part_by_part(rank: int, folder: Path) -> Any:
     return bits(model.state_dict()) == bits(second.state_dict())
 
 
+# Tensors of wrapper subclasses
+
+
+def a_quantized_weight_that_all_ranks_have(rank: int, folder: Path) -> Any:
+    def model() -> Any:
+        torch.manual_seed(3)
+        return nn.Sequential(model_with(Scaled.random()), nn.Linear(4, 2))
+
+    first, second = model(), model()
+    with manager_of(folder, {"model": first}, "async") as manager:
+        manager.save(0)
+        manager.save(1, wait=True)
+    second[0].weight.codes.zero_()
+    with manager_of(folder, {"model": second}) as manager:
+        manager.restore()
+    leaves = [leaf.name for leaf in holdfast.resolve(folder).manifest.tensors]
+    return second[0].weight.parts() == first[0].weight.parts(), leaves.count("model.0.weight.codes")
+
+
+class ShardedOptimizer8(Optimizer8):
+    """Moments of eight bits for parameters that are sharded."""
+
+    kind = Registered
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                local, state = parameter.to_local(), self.state[parameter]
+                if "moment" not in state:
+                    moment = Registered.random(*local.shape, block=32)
+                    mesh, placements = parameter.device_mesh, parameter.placements
+                    state["moment"] = DTensor.from_local(
+                        moment, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+                    )
+                state["moment"]._local_tensor.codes.add_(1)
+
+
+def _sharded(rows: int) -> tuple[nn.Module, Any, dict[str, Any]]:
+    model = fully_shard(nn.Linear(3, rows, bias=False), mesh=init_device_mesh("cpu", (2,)))
+    optimizer = ShardedOptimizer8(model.parameters())
+    return model, optimizer, {"model": model, "optimizer": optimizer}
+
+
+def sharded_moments_of_a_subclass(rank: int, folder: Path) -> Any:
+    model, optimizer, state = _sharded(8)
+    torch.manual_seed(rank)
+    optimizer.step()
+    with manager_of(folder, state, "async") as manager:
+        manager.save(0)
+        optimizer.step()
+        manager.save(1, wait=True)
+    expected = optimizer.state[model.weight]["moment"]._local_tensor.parts()
+    results = []
+    for stepped_before in (False, True):
+        second, its_optimizer, state = _sharded(8)
+        if stepped_before:
+            its_optimizer.step()
+        with manager_of(folder, state) as manager:
+            manager.restore()
+        moment = its_optimizer.state[second.weight]["moment"]
+        results.append((tuple(moment.shape), moment._local_tensor.parts() == expected))
+    return results
+
+
+def sharded_moments_in_unequal_pieces(rank: int, folder: Path) -> Any:
+    _, optimizer, state = _sharded(7)
+    optimizer.step()
+    return caught(lambda: manager_of(folder, state).save(0, wait=True))
+
+
 SCENES = [
+    a_quantized_weight_that_all_ranks_have,
+    sharded_moments_of_a_subclass,
+    sharded_moments_in_unequal_pieces,
     a_wrapper_that_is_the_same_on_all_ranks,
     a_wrapper_that_differs_from_rank_to_rank,
     post_local_sgd,
@@ -194,3 +269,19 @@ def test_optimizers_of_torch_distributed_resume_exactly_or_are_refused_with_the_
     assert play("post_local_sgd") == [True, True]
     assert "PerRank(optimizer.optim)" in str(the_same_error(play("zero_redundancy")))
     assert play("zero_redundancy_part_by_part") == [True, True]
+
+
+@pytest.mark.guarantee("G2")
+def test_a_tensor_of_a_subclass_is_stored_once_and_comes_back_on_all_ranks(play: Play) -> None:
+    assert play("a_quantized_weight_that_all_ranks_have") == [(True, 1)] * 2
+
+
+@pytest.mark.guarantee("G8")
+def test_sharded_state_of_a_subclass_comes_back_into_new_and_into_live_memory(play: Play) -> None:
+    assert play("sharded_moments_of_a_subclass") == [[((8, 3), True), ((8, 3), True)]] * 2
+
+
+def test_state_of_a_subclass_in_unequal_pieces_is_refused_on_all_ranks(play: Play) -> None:
+    error = the_same_error(play("sharded_moments_in_unequal_pieces"))
+    assert "optimizer.state.weight.moment" in str(error)
+    assert "equal pieces" in str(error)

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_map
 
 import holdfast
 from holdfast import CheckpointManager
-from holdfast.errors import GuardMismatchError, StateMismatchError, UsageError
-from holdfast.records.codec import encode
+from holdfast.errors import CorruptCheckpointError, GuardMismatchError, StateMismatchError, UsageError
+from holdfast.records.codec import decode, encode
 
 
 class Rounding(enum.Enum):
@@ -67,6 +67,8 @@ class Scaled(torch.Tensor):
         if func is torch.ops.aten._to_copy.default:
             one = args[0]
             return cls(one.codes.clone(), one.scale.clone(), one.block)
+        if func is torch.ops.aten.view.default:
+            return cls(func(args[0].codes, args[1]), args[0].scale, args[0].block)
         return cls.copy(func, args, kwargs or {})
 
     @classmethod
@@ -354,6 +356,55 @@ def test_a_device_in_a_context_has_no_index() -> None:
 
     stored: Any = encode(Scaled.random(), path="x", on_tensor=lambda path, tensor: path, flatten=flattened)
     assert stored["$subclass"]["context"]["device"] == {"$device": "cpu"}
+
+
+SOUND: dict[str, Any] = {
+    "name": "scaled-8bit",
+    "dtype": "float32",
+    "shape": [4, 3],
+    "stride": [3, 1],
+    "shards": 1,
+    "context": {"block": 32, "device": {"$device": "cpu"}},
+    "tensors": {"codes": {"$tensor": "x.codes"}, "scale": {"$tensor": "x.scale"}},
+}
+
+
+def deep(depth: int) -> Any:
+    value: Any = None
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.guarantee("G9")
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": 3},
+        {"dtype": "float32; import os"},
+        {"shape": [4, -3]},
+        {"shape": [4]},
+        {"stride": "no"},
+        {"shards": None},
+        {"tensors": [1]},
+        {"tensors": {"codes": 3}},
+        {"tensors": {"codes": {"$list": []}}},
+        {"context": deep(3_000)},
+        {"more": 1},
+    ],
+)
+def test_a_malformed_subclass_is_damage(change: dict[str, Any]) -> None:
+    with pytest.raises(CorruptCheckpointError):
+        decode({"$subclass": {**SOUND, **change}}, path="x", tensor=str, subclass=lambda place, record: record)
+
+
+@pytest.mark.guarantee("G9")
+@pytest.mark.parametrize("name", ["scaled-8bit", "torch.Tensor"])
+def test_a_tensor_class_does_not_stand_for_a_value(name: str) -> None:
+    with pytest.raises((CorruptCheckpointError, StateMismatchError)):
+        decode({"$type": {"name": name, "fields": {}}}, path="x", tensor=None)
+    with pytest.raises(CorruptCheckpointError, match="stands where none can be stored"):
+        decode({"$subclass": SOUND}, path="x", tensor=None)
 
 
 # Real ones

@@ -1143,6 +1143,8 @@ def _decode_subclass(decoder: _Decoder, value: Any, parent: _Place, key: object)
 
 def _subclass(value: Any, parent: _Place, key: object) -> Subclass:
     record = _expect_keys(value, {"name", "dtype", "shape", "stride", "shards", "context", "tensors"}, parent, key)
+    if _is_too_deep(record):
+        raise _corrupt(f"values are nested more than {MAX_DEPTH} levels deep", parent, key)
     shape, stride = _shape(record["shape"], parent, key), _shape(record["stride"], parent, key)
     tensors = _expect(record["tensors"], dict, parent, key)
     forms = [list(form) for form in tensors.values() if type(form) is dict]
@@ -1155,6 +1157,19 @@ def _subclass(value: Any, parent: _Place, key: object) -> Subclass:
     name, dtype = _expect(record["name"], str, parent, key), _expect_text(record["dtype"], _WORD, parent, key)
     shards = _expect(record["shards"], int, parent, key)
     return Subclass(name, dtype, tuple(shape), tuple(stride), shards, record["context"], tensors)
+
+
+def _is_too_deep(value: Any) -> bool:
+    """Whether a JSON value nests deeper than any that is stored; found without recursion, which could fail."""
+    level, depth = [value], 0
+    while level and depth <= 4 * MAX_DEPTH:  # one stored level of a subclass or a tag is up to four of JSON
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if type(outer) is dict else outer if type(outer) is list else ())
+        ]
+        depth += 1
+    return bool(level)
 
 
 def _decode_dtype(decoder: _Decoder, value: Any, parent: _Place, key: object) -> Any:
