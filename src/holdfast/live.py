@@ -9,11 +9,12 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils.weak import WeakIdKeyDictionary
 
 from holdfast.components import RNGState, Shared, Trainable
@@ -23,7 +24,16 @@ from holdfast.naming import clean_name, has_torch_layout, kind_of, optimizer_nam
 from holdfast.records import layout
 from holdfast.records.codec import encode
 from holdfast.records.state import CapturedTree
-from holdfast.tensors import address, check_storable, flattened, is_same_memory, plain_parts, shares_elements
+from holdfast.tensors import (
+    address,
+    check_storable,
+    flattened,
+    held_piece,
+    is_same_memory,
+    is_sharded,
+    plain_parts,
+    shares_elements,
+)
 
 logger = logging.getLogger("holdfast")
 
@@ -31,6 +41,45 @@ logger = logging.getLogger("holdfast")
 def live_tree(name: str, component: Any, components: Mapping[str, Any], scope: str | None) -> CapturedTree:
     """A component's state with its values encoded and its tensors, still the live ones, by their path."""
     return tree_of(name, component, component_state(name, component, components), scope)
+
+
+def check_components(names: Iterable[str], components: Mapping[str, Any]) -> None:
+    """Refuse, before anything is saved, what a save would refuse of the named models and optimizers.
+
+    Nothing is copied. Other components are not asked: their `state_dict` may be costly, or change something. A model
+    that has no memory yet, on the meta device or lazy, is looked at when it is saved.
+    """
+    for name in names:
+        inner = unwrap(components[name])
+        if isinstance(inner, torch.optim.Optimizer):
+            _refuse_hidden_state(name, inner, components)
+        elif not isinstance(inner, torch.nn.Module) or _has_no_memory(inner):
+            continue
+        tree = live_tree(name, components[name], components, None)
+        for path, tensor in tree.tensors.items():
+            if is_sharded(tensor):
+                held_piece(tensor, leaf=f"{name}.{path}")
+
+
+def _has_no_memory(module: torch.nn.Module) -> bool:
+    tensors = (*module.parameters(), *module.buffers())
+    return any(isinstance(one, UninitializedTensorMixin) or one.is_meta for one in tensors)
+
+
+def _refuse_hidden_state(name: str, optimizer: torch.optim.Optimizer, components: Mapping[str, Any]) -> None:
+    """Refuse an optimizer around another one, as SAM is, whose inherited `state_dict` has not the state of the other."""
+    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+        return
+    known = {id(unwrap(component)) for component in components.values()}
+    for attribute, value in vars(optimizer).items():
+        for inner in value if isinstance(value, list | tuple) else (value,):
+            hidden = isinstance(inner, torch.optim.Optimizer) and inner.state is not optimizer.state
+            if hidden and id(inner) not in known:
+                raise UsageError(
+                    f"the attribute '{attribute}' is an optimizer, whose state is not in the state_dict() around it",
+                    component=name,
+                    advice=f"make it a component, too, or give {type(optimizer).__name__} a state_dict() of both",
+                )
 
 
 def tree_of(name: str, component: Any, state: Any, scope: str | None) -> CapturedTree:

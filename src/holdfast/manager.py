@@ -24,6 +24,7 @@ from holdfast.handle import SaveHandle
 from holdfast.housekeeping import Housekeeper
 from holdfast.leading import SaveRequest
 from holdfast.lease import reading
+from holdfast.live import check_components
 from holdfast.loading import Loaded, LoadRequest, Verify, load
 from holdfast.naming import cuts_of, follow_models, kind_of, refuse_flat_parameters
 from holdfast.pacing import Pace
@@ -687,9 +688,12 @@ class CheckpointManager:
             raise UsageError(f"there is a component '{name}' already")
         components = {**self._components, name: component}
         check_covers(components)
+        refuse_flat_parameters(name, component)
         if isinstance(component, Sharded):
             cuts_of(name, components)
-        return kind_of(name, follow_models(components, pipeline_stage=self._pipeline_stage)[name])
+        followed = follow_models(components, pipeline_stage=self._pipeline_stage)
+        check_components([name], followed)
+        return kind_of(name, followed[name])
 
     def _tell_restored(self, checkpoint: Checkpoint, seconds: float, phases: Mapping[str, float]) -> None:
         self._saver.tell(
@@ -792,6 +796,7 @@ def _checked_components(state: Mapping[str, Any], rng: bool) -> dict[str, Any]:
         if isinstance(component, Sharded):
             cuts_of(name, components)
     check_covers(components)
+    check_components(components, components)
     return components
 
 
