@@ -257,13 +257,14 @@ class CheckpointManager:
     ) -> bool:
         """Call it after every training step: it saves when `save=` says so, and raises what failed, once.
 
-        True: a signal or a time limit asks to stop, and this step is saved and committed. On all ranks alike. `epoch`
-        is how many epochs are done by now.
+        True: a signal or a time limit asks to stop, and the step at which it did is saved and committed. On all ranks
+        alike. A loop that goes on is told True again, and another signal saves again. `epoch` is how many epochs are
+        done by now.
         """
         self._check_open()
         wish = self._pace.ask(check_step(step), check_epoch(epoch))
         said: dict[str, Any] = {"metrics": metrics, "progress": progress, "extra": extra, "guards": guards}
-        if wish.stop:
+        if wish.stop and self._pace.must_save_to_stop:
             self._save_and_stop(step, wish.reasons, epoch=epoch, **said)
             return True
         if self._ranks.size == 1:
@@ -271,7 +272,7 @@ class CheckpointManager:
             self.poll()
         if wish.save:
             self._save(step, epoch=epoch, **said)
-        return False
+        return wish.stop
 
     def _save_and_stop(self, step: int, reasons: Sequence[str], **said: Any) -> None:
         if self._ranks.rank == 0:
@@ -283,7 +284,12 @@ class CheckpointManager:
         except HoldfastError as error:
             # It may be what failed before, and nobody had heard of. There will be no other time to save this.
             logger.error("%s; trying once more", error)
-            self._save(step, **said).wait()
+            self._pace.note_failure()
+            try:
+                self._save(step, **said).wait()
+            except HoldfastError:
+                self._pace.note_failure()
+                raise
 
     def save(
         self,

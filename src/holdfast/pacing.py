@@ -27,6 +27,17 @@ _LOOK_FOR_FLAGS_SECONDS = 0.1
 _NOTHING = Wish(False, False, ())
 
 
+class _Word(msgspec.Struct, frozen=True, array_like=True):
+    """What the leader says of a step: its wish, and what asks to stop: every signal that came to any rank so far, one
+    by one, and any other reason."""
+
+    wish: Wish
+    causes: tuple[str, ...] = ()
+
+
+_SILENCE = _Word(_NOTHING)
+
+
 @dataclass(frozen=True, slots=True)
 class Time:
     """The clocks that triggers are asked with: one that only goes forward, the wall's, and the age of the process."""
@@ -40,6 +51,9 @@ class Pace:
     """The triggers of one manager.
 
     `stopping`: something has asked to stop, as of the last question. `epoch`: the last one that was named.
+
+    Each signal that comes, and each other reason to stop, asks for one save. The leader names them, and every rank
+    knows which there were at its last save: one more asks again.
     """
 
     def __init__(self, trigger: Trigger | None, ranks: Ranks, clocks: Time | None = None) -> None:
@@ -48,13 +62,13 @@ class Pace:
         self._ranks = ranks
         self._time = clocks or Time()
         self._watch = SignalWatch(trigger.signals if trigger is not None else ())
-        self._flagged = False
         self._flags: frozenset[str] = frozenset()
+        self._causes: frozenset[str] = frozenset()
+        self._saved_causes: frozenset[str] = frozenset()
         self._next_look = 0.0
         self._last_save = self._time.now()
         self._last_epoch: int | None = 0
         self._asked: tuple[int, int | None] | None = None
-        self._saved_to_stop = False
         self.stopping = False
         self.epoch: int | None = None
 
@@ -69,18 +83,29 @@ class Pace:
             self._needs_epoch = False
             logger.warning("Every(epochs=...) saves only where it is told, with epoch=, how many epochs are done")
         self._turn_to(step, epoch)
-        wish = _NOTHING if self._by_step is None else self._by_step.wish(Moment(step, epoch, self._last_epoch))
+        wish = _NOTHING
+        if self._by_step is not None:
+            moment = Moment(step, epoch, self._last_epoch)
+            wish = self._by_step.wish(moment)
+            self._causes |= _reasons_to_stop(self._by_step, moment) if wish.stop else set()
         if self._by_leader is not None:
             self._pass_signals_on()
             word = self._ranks.leaders_word(lambda: self._word(step, epoch))
-            wish = _both(wish, from_msgpack(word, Wish) if word else _NOTHING)
+            said = from_msgpack(word, _Word) if word else _SILENCE
+            self._causes |= set(said.causes)
+            wish = _both(wish, said.wish)
         self.stopping = self.stopping or wish.stop
         return wish
+
+    @property
+    def must_save_to_stop(self) -> bool:
+        """Whether something that asks to stop has had no save yet, as of the last question."""
+        return not self._causes <= self._saved_causes
 
     def wants_save(self, step: int, epoch: int | None) -> bool:
         """Whether to save after a step. What asks to stop asks for one save, however long the training goes on."""
         wish = self.ask(step, epoch)
-        return wish.save or (wish.stop and not self._saved_to_stop)
+        return wish.save or (wish.stop and self.must_save_to_stop)
 
     def note_start(self, epoch: int | None) -> None:
         """A run begins, afresh or again, with so many epochs done, where that is known."""
@@ -88,7 +113,11 @@ class Pace:
 
     def note_save(self) -> None:
         self._last_save = self._time.now()
-        self._saved_to_stop = self.stopping
+        self._saved_causes = self._causes
+
+    def note_failure(self) -> None:
+        """The save that was to be the last one failed: what asked for it still does."""
+        self._saved_causes = frozenset()
 
     def close(self) -> None:
         self._watch.close()
@@ -115,15 +144,35 @@ class Pace:
             seconds_since_save=now - self._last_save,
             seconds_running=self._time.running(),
             wall_seconds=self._time.wall(),
-            signals=self._flags | self._watch.received,
+            signals=frozenset(_name_of(one) for one in self._flags) | self._watch.received,
         )
         wish = self._by_leader.wish(moment)
-        return msgspec.msgpack.encode(wish) if wish.save or wish.stop else b""
+        if not wish.save and not wish.stop:
+            return b""
+        causes = _reasons_to_stop(self._by_leader, moment) - moment.signals if wish.stop else set()
+        return msgspec.msgpack.encode(_Word(wish, tuple(sorted(causes | self._flags | self._own_signals()))))
+
+    def _own_signals(self) -> frozenset[str]:
+        """Every signal that came to this rank, each as a text of its own."""
+        counts = self._watch.counts
+        return frozenset(
+            f"{self._ranks.rank}/{number}/{name}" for name in list(counts) for number in range(counts[name])
+        )
 
     def _pass_signals_on(self) -> None:
-        if self._ranks.rank != 0 and self._watch.received and not self._flagged:
-            self._flagged = True
-            self._ranks.flag(sorted(self._watch.received))
+        """Let the leader know, until its word shows that it does: two ranks may flag at the same moment."""
+        if self._ranks.rank != 0 and self._watch.counts and not self._own_signals() <= self._causes:
+            self._ranks.flag(sorted(self._own_signals()))
+
+
+def _reasons_to_stop(trigger: Trigger, moment: Moment) -> set[str]:
+    """Return the reasons of the parts that ask to stop. One that gives none counts as a reason."""
+    wishes = [part.wish(moment) for part in trigger.parts()]
+    return {reason for wish in wishes if wish.stop for reason in wish.reasons or ("",)}
+
+
+def _name_of(occurrence: str) -> str:
+    return occurrence.rpartition("/")[2]
 
 
 def _both(one: Wish, other: Wish) -> Wish:

@@ -77,7 +77,7 @@ class Ranks(Protocol):
         """Let the leader know something, whenever it looks."""
 
     def flags(self) -> list[str]:
-        """What the last rank that had something to say wants the leader to know."""
+        """Return what ranks have flagged so far. Of two that flag at the same moment one may be missing."""
 
     def part(self, seconds: float) -> None:
         """The last call: the leader stays, for so long at most, until all others have heard what it said."""
@@ -236,7 +236,8 @@ class StoreRanks:
         return word
 
     def flag(self, texts: list[str]) -> None:
-        self._store.set(f"{self._name}/flag", msgspec.msgpack.encode(texts))
+        # What others have flagged stays.
+        self._store.set(f"{self._name}/flag", msgspec.msgpack.encode(sorted({*self.flags(), *texts})))
 
     def flags(self) -> list[str]:
         found = self._store.get(f"{self._name}/flag")

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterable
 from types import FrameType
 from typing import Any
@@ -24,7 +25,7 @@ class SignalWatch:
     without being closed is in nobody's way: the next signal does what it did before."""
 
     def __init__(self, names: Iterable[str]) -> None:
-        self.received: set[str] = set()
+        self.counts: Counter[str] = Counter()
         self.is_closed = False
         self._handlers: dict[signal.Signals, _Handler] = {}
         wanted = [signal.Signals[name] for name in sorted(names)]
@@ -36,6 +37,11 @@ class SignalWatch:
         for number in wanted:
             handler = self._handlers[number] = _Handler(self, signal.getsignal(number))
             signal.signal(number, handler)
+
+    @property
+    def received(self) -> set[str]:
+        """The names of the signals that came."""
+        return set(self.counts)
 
     def close(self) -> None:
         """Put the handlers back that were there, unless somebody has put others in their place since."""
@@ -69,7 +75,7 @@ class _Handler:
             self._do_as_before(number)
             return
         # Nothing else here: the handler may run in the middle of anything, also of a save.
-        watch.received.add(signal.Signals(number).name)
+        watch.counts[signal.Signals(number).name] += 1
         # Python's own handler of SIGINT is only its way to do what the signal does by default.
         if callable(self.previous) and self.previous is not signal.default_int_handler:
             self.previous(number, frame)

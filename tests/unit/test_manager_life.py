@@ -467,6 +467,20 @@ def test_a_loop_of_should_save_and_save_is_told_to_stop_and_saves_once_for_it(tm
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_loop_that_goes_on_after_a_signal_saves_again_only_for_another_one(
+    tmp_path: Path, mode: Any, second: signal.Signals
+) -> None:
+    weights = Weights()
+    with opened(tmp_path, weights, mode=mode, save=OnSignal("SIGTERM", "SIGINT")) as manager:
+        strike()
+        assert steps_done(manager, weights, range(1, 4)) == [1, 2, 3]
+        strike(second)
+        assert steps_done(manager, weights, range(4, 6)) == [4, 5]
+    assert steps_of(tmp_path) == [4, 1]
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_a_step_that_is_saved_already_stops_without_a_second_write(tmp_path: Path, mode: Any) -> None:
     weights = Weights()
     with opened(tmp_path, weights, mode=mode, save=Every(steps=1) | OnSignal("SIGTERM")) as manager:

@@ -244,6 +244,82 @@ def test_what_asks_to_stop_asks_for_one_save_and_other_triggers_go_on() -> None:
     pace.close()
 
 
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_second_signal_asks_for_a_save_again(second: signal.Signals) -> None:
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    pace = Pace(OnSignal("SIGTERM", "SIGUSR1"), Alone())
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert pace.wants_save(1, None)
+    pace.note_save()
+    assert not pace.wants_save(2, None)
+    os.kill(os.getpid(), second)
+    assert pace.wants_save(3, None)
+    assert set(pace.ask(3, None).reasons) == {"SIGTERM", second.name}
+    pace.note_save()
+    assert not pace.wants_save(4, None)
+    pace.close()
+
+
+def test_a_save_that_failed_leaves_what_asked_for_it() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    pace = Pace(OnSignal("SIGTERM"), Alone())
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert pace.wants_save(1, None)
+    pace.note_save()
+    pace.note_failure()
+    assert pace.wants_save(2, None)
+    pace.close()
+
+
+@pytest.mark.guarantee("G5")
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_second_signal_to_any_rank_asks_all_ranks_again(rank: int) -> None:
+    """Three ranks, played by one thread. The handlers of `rank` are the last, so that signals come to it."""
+    values: dict[str, bytes] = {}
+    clocks = Clocks()
+    paces: dict[int, Pace] = {}
+    for one in sorted(range(3), key=lambda other: other == rank):
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+        ranks = StoreRanks(Counted(values), one, 3, name="three", timeout_seconds=5)
+        paces[one] = Pace(OnSignal("SIGTERM", "SIGUSR1"), ranks, clocks.time)
+    saves: dict[int, list[int]] = {one: [] for one in paces}
+    for step in range(60):
+        clocks.pass_by(0.05)
+        if step in (10, 40):
+            os.kill(os.getpid(), signal.SIGTERM)
+        if step == 25:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        for one in sorted(paces):
+            if paces[one].wants_save(step, None):
+                paces[one].note_save()
+                saves[one].append(step)
+    assert saves[0] == saves[1] == saves[2]
+    assert [step // 5 * 5 for step in saves[0]] == [10, 25, 40]
+
+
+def test_signals_that_two_ranks_flag_at_the_same_moment_are_both_heard() -> None:
+    """The first flag of rank 1 is overwritten, as by another rank that had read before it wrote."""
+    values: dict[str, bytes] = {}
+    clocks = Clocks()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    paces = {}
+    for one in (0, 1):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        ranks = StoreRanks(Counted(values), one, 2, name="two", timeout_seconds=5)
+        paces[one] = Pace(OnSignal("SIGTERM"), ranks, clocks.time)
+    os.kill(os.getpid(), signal.SIGTERM)
+    heard = []
+    for step in range(10):
+        clocks.pass_by(0.2)
+        heard.append(paces[0].ask(step, None).stop)
+        paces[1].ask(step, None)
+        if step == 0:
+            values.pop("two/flag")
+    assert heard[-1]
+
+
 def test_a_trigger_of_ones_own_that_stops_by_the_step_alone_is_heard() -> None:
     class Enough(Trigger):
         by_step = True

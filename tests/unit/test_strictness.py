@@ -302,6 +302,23 @@ def test_a_subclass_takes_the_state_of_the_class_that_it_derives_from(tmp_path: 
     assert "MyStepLR in the checkpoint, StepLR now" in str(refused(refused_run, scheduled(2, "StepLR")))
 
 
+class Tally:
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state == {"count": 1}
+
+
+class RenamedTally(Tally):
+    pass
+
+
+def test_a_class_of_ones_own_decides_for_itself_whose_state_it_takes(tmp_path: Path) -> None:
+    saved(tmp_path, {"model": net(1), "tally": RenamedTally()})
+    assert restored(tmp_path, {"model": net(2), "tally": Tally()}).resumed
+
+
 # How much work it is
 
 

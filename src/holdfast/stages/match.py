@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.components import PerRank, RNGState, check_rng_state
 from holdfast.errors import CorruptCheckpointError, HoldfastError, StateMismatchError
@@ -201,9 +202,12 @@ class _Matcher:
 
     def is_same_class(self, tree: TreeRecord) -> bool:
         """Whether the state is of the component's class, or of one that it derives from. Only a loose restore takes
-        that of another one; a checkpoint that does not say is taken at its word."""
+        that of another one; a checkpoint that does not say is taken at its word, and so is a class of the user's own,
+        which checks its state itself."""
         kind = type(unwrap(self.component))
         if not self.strategy.strict or tree.type in ("", *(base.__name__ for base in kind.__mro__)):
+            return True
+        if not issubclass(kind, LRScheduler) and not kind.load_state_dict.__module__.startswith("torch."):
             return True
         self.fitted.mismatched.append(
             f"{tree.name}: state of {tree.type} in the checkpoint, {kind.__name__} now; skip=('{tree.component}',) "
