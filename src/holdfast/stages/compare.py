@@ -277,9 +277,10 @@ def _slices(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[torch.device, tor
     waiting: list[torch.Tensor] = []
     size = 0
     for tensor in tensors:
-        flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+        dense = tensor if is_dense(tensor) else tensor.resolve_conj().resolve_neg().contiguous()
+        flat = dense.detach().view(-1).view(torch.uint8)
         for start in range(0, flat.numel(), _SLICE_BYTES):
-            piece = flat[start : start + _SLICE_BYTES]
+            piece = flat[start : start + _SLICE_BYTES] if flat.numel() > _SLICE_BYTES else flat
             if waiting and (piece.device != waiting[0].device or size + piece.numel() > _SLICE_BYTES):
                 yield waiting[0].device, torch.cat(waiting)
                 waiting, size = [], 0

@@ -26,9 +26,8 @@ from holdfast.records.state import Duty, FrozenEntry, Inventory, PartEntry, Repl
 Replicas = Literal["compare", "trust"]
 """Whether the ranks compare what they hold of one leaf, or it is the same on the user's word."""
 
-SAMPLED_PARTS = 64
-"""How many parts of a rank are sampled at each save: with their windows, about half a millisecond's work."""
-_SAMPLED_DEVICES = ("cpu", "cuda")
+SAMPLED_PARTS = {"cpu": 64, "cuda": 24}
+"""How many parts of a rank are sampled at each save: about half a millisecond of the call, on either kind of device."""
 
 
 class LeafPlan(NamedTuple):
@@ -280,20 +279,21 @@ def _replica_sets(
                 device = devices.pop() if len(devices) == 1 else ""
                 found.setdefault((ranks, device), []).append((name, indices))
     of_rank = Counter(rank for ranks, _ in found for rank in ranks)
-    quota = max(SAMPLED_PARTS // max(of_rank.values(), default=1), 1)
-    sets = tuple(_replica_set(ranks, device, held, quota) for (ranks, device), held in found.items())
+    most = max(of_rank.values(), default=1)
+    sets = tuple(_replica_set(ranks, device, held, most) for (ranks, device), held in found.items())
     return sets, tuple(tuple(name for name, _ in held) for held in found.values())
 
 
 def _replica_set(
-    ranks: tuple[int, ...], device: str, held: Sequence[tuple[str, tuple[int, ...]]], quota: int
+    ranks: tuple[int, ...], device: str, held: Sequence[tuple[str, tuple[int, ...]]], sets_of_rank: int
 ) -> ReplicaSet:
     # Most ranks have the same inventory, and so the same parts: they are sent once.
     distinct: dict[tuple[int, ...], int] = {}
     choice = [
         distinct.setdefault(parts, len(distinct)) for parts in zip(*(indices for _, indices in held), strict=True)
     ]
-    return ReplicaSet(ranks, tuple(distinct), tuple(choice), device, quota if device in _SAMPLED_DEVICES else 0)
+    quota = max(SAMPLED_PARTS[device] // sets_of_rank, 1) if device in SAMPLED_PARTS else 0
+    return ReplicaSet(ranks, tuple(distinct), tuple(choice), device, quota)
 
 
 def _collect_holdings(inventories: Sequence[Inventory], scopes: Sequence[tuple[str, ...]]) -> dict[str, _Holding]:

@@ -34,7 +34,7 @@ def test_leaves_that_all_ranks_hold_are_one_set_and_equal_parts_are_sent_once() 
     planned = plan([own, own, own])
     (found,) = planned.replicas
     assert (found.ranks, found.parts, found.choice) == ((0, 1, 2), ((0, 1),), (0, 0, 0))
-    assert (found.device, found.quota) == ("cpu", SAMPLED_PARTS)
+    assert (found.device, found.quota) == ("cpu", SAMPLED_PARTS["cpu"])
     assert planned.compared == (("model.a", "model.b"),)
 
 
