@@ -594,7 +594,7 @@ class Catalog:
         for name in names.get(checkpoint.folder, ()):
             try:
                 note = self._note_on(checkpoint, name)
-            except HoldfastError as error:
+            except DamagedRecordError as error:
                 self._warn_of_note(name, error)
                 unread.append(name)
                 continue
@@ -604,11 +604,11 @@ class Catalog:
             return checkpoint
         return replace(checkpoint, notes=tuple(notes), unread_notes=tuple(unread))
 
-    def _warn_of_note(self, name: str, error: HoldfastError) -> None:
+    def _warn_of_note(self, name: str, error: DamagedRecordError) -> None:
         """Once for each note and catalog: a run is scanned after every save."""
         if name not in self._unread_notes:
             self._unread_notes.add(name)
-            logger.warning("the note %s cannot be read and is skipped; its checkpoint is kept: %s", name, error)
+            logger.warning("the note %s is damaged and is skipped; its checkpoint is kept: %s", name, error)
 
     def _note_on(self, checkpoint: Checkpoint, name: str) -> Note | None:
         """A note, if it is on this checkpoint. One on another may since have gone, and its name been given again."""

@@ -67,7 +67,7 @@ def _has_no_memory(module: torch.nn.Module) -> bool:
 
 
 def _refuse_hidden_state(name: str, optimizer: torch.optim.Optimizer, components: Mapping[str, Any]) -> None:
-    """Refuse an optimizer around another one, as SAM is, whose inherited `state_dict` has not the state of the other."""
+    """Refuse an optimizer around another one, as SAM is, whose inherited `state_dict` lacks the state of the other."""
     if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
         return
     known = {id(unwrap(component)) for component in components.values()}
