@@ -194,7 +194,7 @@ def outcome_after(error: Exception, look: Callable[[], Saved | None], *, may_com
     later = "the save is not committed so far, and may still be: look with `holdfast ls`"
     if isinstance(error, RankError):
         raise RankError(**{**error.fields, "advice": f"{error.advice}; {later}"}) from error
-    raise SaveUncertainError(f"the other ranks cannot be reached: {_one_line(error)}", advice=later) from error
+    raise SaveUncertainError(f"the save was cut off: {_one_line(error)}", advice=later) from error
 
 
 def _one_line(error: BaseException) -> str:
@@ -243,7 +243,11 @@ class Backstage:
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
-            work()
+            try:
+                work()
+            except BaseException:
+                # The next save waits for this thread, whatever a callback of this one has raised.
+                logger.exception("the background half of a save ended by an error")
             # Nothing of a save that is over may stay in this frame: it would keep the arena.
             del work
 
@@ -381,25 +385,27 @@ class Behind:
             try:
                 self._writer().tell(Commit(self._handed.number, waits))
                 answer = self._listen()
-            except HoldfastError as error:
-                return self._outcome_after_writer_exit(error)
+                if not isinstance(answer, Committed | Failed):
+                    raise SaveFailedError(f"the writer answered {type(answer).__name__} to the order to commit")
+            except Exception as error:
+                # Whatever it is: what is raised here has the other ranks remove their parts, and the order was given.
+                return self._outcome_after_cut(error)
         if isinstance(answer, Failed) and answer.sealed:
             return Saved(self._pending.folder, "", error=answer.error)
         if isinstance(answer, Failed):
             raise error_from_record(answer.error)
-        if not isinstance(answer, Committed):
-            raise SaveFailedError(f"the writer answered {type(answer).__name__}")
         self._saved = Saved(self._pending.folder, answer.digest, size_bytes=answer.size_bytes, sequence=answer.sequence)
         return self._saved
 
-    def _outcome_after_writer_exit(self, error: HoldfastError) -> Saved:
-        """Return what the storage has of a commit whose writer is gone. The other ranks wait for an answer, so an error
-        is one, too."""
+    def _outcome_after_cut(self, error: Exception) -> Saved:
+        """Return what the storage has of a commit whose writer is gone, or cannot be heard. The other ranks wait for an
+        answer, so an error is one, too."""
+        writer = self._handed.writer
         # A thread that was given up cannot be ended, and may still commit.
-        unfinished = self._writer().may_still_read
+        unfinished = writer is not None and (writer.may_still_read or not writer.is_gone())
         try:
             return outcome_after(error, self._look, may_come_later=unfinished)
-        except HoldfastError as failure:
+        except Exception as failure:
             return Saved(self._pending.folder, "", error=error_record(failure))
 
     def _clear_after_writer_exit(self) -> None:

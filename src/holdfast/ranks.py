@@ -177,6 +177,7 @@ class StoreRanks:
         self._words = 0
         self._forgotten = 0
         self._said: list[tuple[int, bytes]] = []
+        self._warned = False
         self.rank = rank
         self.size = size
 
@@ -387,9 +388,15 @@ class StoreRanks:
         return from_msgpack(first[4:] + b"".join(rest), _Word)
 
     def _sweep(self) -> None:
-        for key in self._leftover:
-            self._store.delete(key)
-        self._leftover = []
+        """Remove the keys of earlier rounds. An error of it must not keep the ranks from a decision."""
+        keys, self._leftover = self._leftover, []
+        try:
+            for key in keys:
+                self._store.delete(key)
+        except Exception as error:
+            if not self._warned:
+                self._warned = True
+                logger.warning("keys of earlier agreements were not removed from the ranks' store: %s", error)
 
 
 def _say(label: str, work: Callable[[], Any]) -> tuple[_Word, BaseException | None]:
@@ -505,7 +512,10 @@ def _cloned(store: Any) -> Any:
     try:
         # A handle of its own: the original one is locked while the training itself waits on it.
         return store.clone()
-    except (AttributeError, NotImplementedError, RuntimeError, dist.DistError):
+    except (AttributeError, NotImplementedError, RuntimeError, dist.DistError) as error:
+        logger.info(
+            "the store of torch.distributed cannot be cloned, so agreements wait for its other users: %s", error
+        )
         return store
 
 

@@ -144,3 +144,58 @@ def test_a_manifest_that_is_created_twice_by_one_request_is_committed(mode: str)
     inner = MemoryStorage()
     assert save_once(RepeatingPut(inner), 1, mode) == ["step-000000001"]
     assert [found.step for found in Catalog(inner).scan().checkpoints] == [1]
+
+
+class CutLine(_Wrapper):
+    """A storage that cuts the leader off from its writer in the middle of a commit, before the manifest or after it."""
+
+    def __init__(self, inner: Storage, after: bool) -> None:
+        super().__init__(inner)
+        self.after = after
+        self.cut: Callable[[], None] = lambda: None
+
+    def put(self, key: str, data: bytes) -> None:
+        is_manifest = key.endswith("manifest.json")
+        if is_manifest and not self.after:
+            self.cut()
+        self.inner.put(key, data)
+        if is_manifest and self.after:
+            self.cut()
+
+
+@pytest.mark.guarantee("G1")
+@pytest.mark.guarantee("G6")
+@pytest.mark.parametrize("after", [False, True], ids=["before the manifest", "after it"])
+def test_a_leader_that_is_cut_off_from_its_writer_has_nothing_removed_that_may_be_committed(after: bool) -> None:
+    inner = MemoryStorage()
+    storage = CutLine(inner, after)
+    store = MemoryStore(lambda: False)
+    ended: list[Any] = [None, None]
+    savers: list[Saver] = []
+
+    def cut() -> None:
+        writer: Any = savers[0]._writer
+        writer._line._socket.close()
+
+    def live(rank: int) -> None:
+        ranks = StoreRanks(store, rank, 2, name="threads", timeout_seconds=_PATIENCE_SECONDS / 3)
+        saver = Saver(Catalog(storage), ranks, mode="async", timeout_seconds=_PATIENCE_SECONDS / 3)
+        if rank == 0:
+            savers.append(saver)
+        try:
+            ended[rank] = saver.save(1, lambda: SaveRequest(1, components(1, rank))).result().folder
+        except HoldfastError as error:
+            ended[rank] = error
+        saver.end()
+
+    storage.cut = cut
+    threads = [threading.Thread(target=live, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_PATIENCE_SECONDS)
+        assert not thread.is_alive(), "a rank hangs"
+    assert len({(type(end), str(end)) for end in ended}) == 1, ended
+    assert isinstance(ended[0], SaveUncertainError) or ended[0] == "step-000000001", ended
+    witness = Witness(committed=[1] if isinstance(ended[0], str) else [])
+    assert violations(inner, 2, witness) == []

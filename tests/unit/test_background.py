@@ -58,3 +58,18 @@ def test_a_backstage_does_one_thing_after_another_and_ends_after_the_last() -> N
     assert len(threads) == 1
     backstage.stop()
     backstage.stop()
+
+
+def test_a_backstage_goes_on_after_work_that_ends_by_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    done: list[int] = []
+    backstage = Backstage()
+
+    def leave() -> None:
+        raise SystemExit("a callback left")
+
+    backstage.do(leave)
+    backstage.do(lambda: done.append(1))
+    backstage.wait()
+    assert done == [1]
+    assert "a callback left" in caplog.text
+    backstage.stop()

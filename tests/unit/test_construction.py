@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.test_subclasses import Opaque
 from torch import nn
 
 import holdfast
 from holdfast import CheckpointManager
 from holdfast.errors import UsageError
+from tests.unit.test_subclasses import Opaque
 
 
 def with_buffer(tensor: torch.Tensor) -> nn.Module:

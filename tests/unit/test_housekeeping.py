@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from tests.crash.room import signed_again
 
 import holdfast
 from holdfast.catalog import Catalog, Checkpoint
@@ -34,6 +33,7 @@ from holdfast.stages.verify import verify
 from holdfast.storage.local import LocalStorage
 from holdfast.testing import CrashingStorage, MemoryStorage, PowerLossStorage, SimulatedCrash
 from holdfast.testing.storages import _Wrapper
+from tests.crash.room import signed_again
 
 HERE = this_process()
 GONE = Identity(HERE.host, HERE.machine, 1, (birth_of(1) or 0) + 1)

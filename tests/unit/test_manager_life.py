@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.distributed.test_failures import FailingStorage
 
 import holdfast
 from holdfast import At, Every, KeepBest, KeepEvery, KeepLast, OnLastStep, OnSignal, TimeLimit
@@ -32,6 +31,7 @@ from holdfast.errors import (
 from holdfast.lease import reading
 from holdfast.storage.local import LocalStorage
 from holdfast.testing import FullStorage, MemoryStorage, SlowStorage
+from tests.distributed.test_failures import FailingStorage
 
 MODES = ("sync", "async")
 Metrics = Callable[[int], Any]

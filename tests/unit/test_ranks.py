@@ -566,6 +566,28 @@ def test_a_store_that_is_gone_is_an_error_and_no_missing_value() -> None:
         store.get("a")
 
 
+class KeepingStore(DictStore):
+    """A store that deletes nothing."""
+
+    def delete(self, key: str) -> None:
+        raise NotImplementedError("this store deletes nothing")
+
+    def branch(self) -> KeepingStore:
+        return self
+
+
+def test_a_store_that_deletes_nothing_agrees_all_the_same_and_that_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    shared = KeepingStore()
+
+    def work(ranks: Ranks) -> list[list[int]]:
+        return [together(ranks, f"round {number}", lambda: ranks.rank, sends=int) for number in range(4)]
+
+    assert in_threads(2, work, lambda rank: shared) == [[[0, 1]] * 4] * 2
+    assert caplog.text.count("this store deletes nothing") == 1
+
+
 def test_alone_a_process_agrees_with_itself() -> None:
     alone = Alone()
     assert (alone.rank, alone.size) == (0, 1)

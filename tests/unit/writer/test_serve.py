@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 import time
@@ -11,10 +12,12 @@ from typing import Any
 import pytest
 
 from holdfast.arena import Arena
+from holdfast.errors import StorageError
 from holdfast.records.facts import Facts, Listing
 from holdfast.records.images import (
     Answer,
     Commit,
+    Committed,
     Discard,
     Discarded,
     Failed,
@@ -37,9 +40,9 @@ FOLDER = "step-000000001"
 class Talk:
     """The trainer's end of a line to a writer in a thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, storage: MemoryStorage | None = None) -> None:
         ours, theirs = socket.socketpair()
-        self.storage = MemoryStorage()
+        self.storage = storage or MemoryStorage()
         self.line = Line(ours, Answer)
         other = Line(theirs, Order)
         self.thread = threading.Thread(
@@ -124,4 +127,59 @@ def test_a_commit_that_does_not_wait_fails_at_once_where_a_part_is_missing(talk:
     assert not answer.sealed, "nobody can count on it"
     assert time.monotonic() - begin < 50, "the job would have let it wait for 60 s"
     assert not talk.storage.entries(FOLDER)
+    arena.close()
+
+
+class MomentaryErrors(MemoryStorage):
+    """A storage on which the next few listings and reads of an attempt's folder fail, as a file server's do that was
+    just restarted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failures: list[str] = []
+
+    def entries(self, folder: str) -> Any:
+        self._fail("entries", folder)
+        return super().entries(folder)
+
+    def read(self, key: str, limit_bytes: int) -> bytes:
+        self._fail("read", key)
+        return super().read(key, limit_bytes)
+
+    def _fail(self, call: str, key: str) -> None:
+        if self.failures and self.failures[0] == call and key.startswith(FOLDER):
+            self.failures.pop(0)
+            raise StorageError("Stale file handle [ESTALE]", errno=errno.ESTALE, file=key)
+
+
+@pytest.mark.guarantee("G6")
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("failures", [["entries"], ["entries"] * 3, ["read"], ["entries", "read", "read"]], ids=str)
+def test_a_momentary_error_while_the_receipts_are_read_costs_no_save(failures: list[str], waits: bool) -> None:
+    storage = MomentaryErrors()
+    leader, follower = Talk(storage), Talk(storage)
+    arenas = [hand_over(leader), hand_over(follower)]
+    assert leader.ask(job(size=2, plain=(PlainImage("values.json", 0, 100),))) == Written(1, 100)
+    assert follower.ask(job(rank=1, size=2, plain=(PlainImage("rank-00001.json", 0, 100),))) == Written(1, 100)
+    storage.failures = failures.copy()
+    assert isinstance(leader.ask(Commit(1, waits=waits)), Committed)
+    assert storage.failures == []
+    for talk, arena in zip((leader, follower), arenas, strict=True):
+        talk.line.close()
+        talk.thread.join(20)
+        arena.close()
+
+
+def test_an_error_that_does_not_pass_ends_the_wait_for_receipts_with_that_error() -> None:
+    storage = MomentaryErrors()
+    leader = Talk(storage)
+    arena = hand_over(leader)
+    assert leader.ask(job(size=2, plain=(PlainImage("values.json", 0, 100),))) == Written(1, 100)
+    storage.failures = ["entries"] * 1000
+    answer = leader.ask(Commit(1, waits=False))
+    assert isinstance(answer, Failed)
+    assert "ESTALE" in str(answer.error)
+    storage.failures = []
+    leader.line.close()
+    leader.thread.join(20)
     arena.close()
