@@ -512,6 +512,8 @@ class Saver:
                 self._stage(work, pending, handed)
         except BaseException as error:
             failure = error
+            # The optimizers' next step must not wait for copies that nobody will send.
+            self._stager.cancel()
         if self._behind is None:
             self._behind = self._ranks.branch("behind")
         behind = Behind(
@@ -678,16 +680,19 @@ class Saver:
             logger.exception("on_event failed for %r; the save goes on", event.kind)
 
     def _let_go(self) -> None:
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks = {}
+        """Give everything back. What one part of it raises must not keep the others: a lease that is not released, or a
+        thread that stays, would be found out by somebody else."""
+        hooks, self._hooks = self._hooks, {}
         writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.leave()
-        self._stager.close()
-        self._leader.release_run()
-        self._backstage.stop()
         behind, self._behind = self._behind, None
+        releases: list[Callable[[], None]] = [hook.remove for hook in hooks.values()]
+        releases += [writer.leave] if writer is not None else []
+        releases += [self._stager.close, self._leader.release_run, self._backstage.stop]
+        for release in releases:
+            try:
+                release()
+            except Exception as error:
+                logger.warning("closing the run %s: %s: %s", self._catalog.storage.url, type(error).__name__, error)
         if behind is not None:
             with contextlib.suppress(Exception):
                 behind.part(_PARTING_SECONDS)

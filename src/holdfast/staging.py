@@ -73,6 +73,11 @@ class Staging:
     def wait_until_sent(self) -> None:
         self._sent.wait()
 
+    def cancel(self) -> None:
+        """Let nobody wait for copies that have not been sent: they will not be."""
+        self._sending = None
+        self._sent.set()
+
     def finish(self) -> None:
         """Return when the arena holds everything. The writer follows meanwhile."""
         try:
@@ -186,6 +191,12 @@ class Stager:
             staging.wait_until_sent()
             for device in self._reading:
                 torch.cuda.current_stream(device).wait_stream(self._stream(device))
+
+    def cancel(self) -> None:
+        """Give up what is being staged: the save has failed."""
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            staging.cancel()
 
     def close(self) -> None:
         """Give the memory back."""

@@ -655,6 +655,32 @@ def test_a_manager_that_is_dropped_without_close_takes_its_thread_and_its_writer
     wait_for(lambda: not any(thread.name == "holdfast-save" for thread in threading.enumerate()))
 
 
+class Unreleasable(MemoryStorage):
+    """A storage of a plug-in that fails, in its own way, when a lease is released, and when a file is created."""
+
+    def put(self, key: str, data: bytes) -> None:
+        if key.endswith(".released"):
+            raise RuntimeError("the client is closed already")
+        super().put(key, data)
+
+    def create(self, key: str, size_bytes: int) -> Any:
+        raise StorageError("no room for it", file=key)
+
+
+def test_what_fails_in_close_keeps_nothing_else_from_being_given_back(caplog: pytest.LogCaptureFixture) -> None:
+    storage = Unreleasable()
+    manager = holdfast.CheckpointManager(
+        "run", {"h": Holder(torch.randn(10))}, mode="async", rng=False, storage=storage
+    )
+    handle = manager.save(0)
+    wait_for(handle.done)
+    with pytest.raises(StorageError, match="no room for it"):
+        manager.close()
+    assert "the client is closed already" in caplog.text
+    assert belongings()[1:] == (0, 0)
+    wait_for(lambda: not any(thread.name == "holdfast-save" for thread in threading.enumerate()))
+
+
 def test_a_state_that_outgrows_the_memory_that_is_left_is_streamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

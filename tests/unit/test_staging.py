@@ -1,12 +1,14 @@
-"""In which groups a device's copies are sent, and which are left to the training's own stream."""
+"""In which groups a device's copies are sent, which are left to the training's own stream, and who waits for them."""
 
+import threading
 from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.staging import _groups, _without
+from holdfast.arena import Arena
+from holdfast.staging import Staging, _groups, _without
 
 
 @given(st.lists(st.integers(1, 400), max_size=60))
@@ -44,3 +46,16 @@ def test_tensors_of_no_optimizer_are_taken_out_in_one_pass_over_them() -> None:
     CountedInt.hashed = 0
     assert _without(singles, loose) == list(range(1, 1000, 2))
     assert len(singles) + len(loose) == CountedInt.hashed
+
+
+def test_nobody_waits_for_copies_that_are_not_sent_because_the_save_failed() -> None:
+    arena = Arena.make(4096)
+    staging = Staging(arena, 4096)
+    staging.send(lambda: pytest.fail("the save has failed"), 1_000_000)
+    step = threading.Thread(target=staging.wait_until_sent, daemon=True)
+    step.start()
+    assert step.is_alive(), "so many copies are enqueued later"
+    staging.cancel()
+    step.join(30)
+    assert not step.is_alive()
+    arena.close()
