@@ -1,7 +1,8 @@
 """What Holdfast tests itself with, for your tests: storages that crash, fail for a moment, fill up and lose power, and
 real ranks.
 
-The names are loaded when they are first used: only `run_ranks` brings torch, only `StorageContract` brings pytest.
+The names are loaded when they are first used: only `run_ranks` and `assert_exact_resume` bring torch, only
+`StorageContract` brings pytest.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from holdfast.testing.contract import StorageContract
+    from holdfast.testing.exact_resume import assert_exact_resume
     from holdfast.testing.power import PowerLossDisk, PowerLossStorage
     from holdfast.testing.processes import Outcome, run_ranks, values
     from holdfast.testing.simulation import simulate_ranks
@@ -34,6 +36,7 @@ __all__ = [
     "SimulatedCrash",
     "SlowStorage",
     "StorageContract",
+    "assert_exact_resume",
     "run_ranks",
     "simulate_ranks",
     "values",
@@ -50,6 +53,7 @@ _MODULES = {
     "SimulatedCrash": "storages",
     "SlowStorage": "storages",
     "StorageContract": "contract",
+    "assert_exact_resume": "exact_resume",
     "run_ranks": "processes",
     "simulate_ranks": "simulation",
     "values": "processes",
