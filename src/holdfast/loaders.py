@@ -11,6 +11,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
+
 from holdfast.components import get_rng_state, set_rng_state
 from holdfast.naming import is_stateful_loader
 
@@ -55,4 +57,17 @@ class _Shield:
         finally:
             set_rng_state(before)
         vars(loader).pop(_BUILD, None)
+        _draw_own_seed(loader)
         return iterator
+
+
+def _draw_own_seed(loader: Any) -> None:
+    """Bring a generator of the loader's own, which its sampler shares, to where it was.
+
+    Without workers the loader draws its seed from it after the sampler drew the order. When the sampler takes its state
+    up it goes back to before the order, and draws that alone: the next epoch's order would be another one.
+    """
+    generator = getattr(loader, "generator", None)
+    shared = generator is not None and getattr(loader.sampler, "generator", None) is generator
+    if shared and loader.num_workers == 0:
+        torch.empty((), dtype=torch.int64).random_(generator=generator)

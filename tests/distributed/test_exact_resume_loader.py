@@ -28,7 +28,14 @@ class Training:
     """A model with dropout and a loader. The losses and draws from all three global generators are compared."""
 
     def __init__(
-        self, rank: int, size: int, *, workers: int = 0, shuffle: bool = True, persistent: bool = False
+        self,
+        rank: int,
+        size: int,
+        *,
+        workers: int = 0,
+        shuffle: bool = True,
+        persistent: bool = False,
+        own: bool = False,
     ) -> None:
         torch.manual_seed(1)
         self.model: nn.Module = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.3), nn.Linear(8, 1))
@@ -43,6 +50,7 @@ class Training:
             shuffle=shuffle,
             num_workers=workers,
             persistent_workers=persistent,
+            generator=torch.Generator().manual_seed(4) if own else None,
             multiprocessing_context="fork" if workers else None,
         )
         self.state = {"model": self.model, "optimizer": self.optimizer, "loader": self.loader}
@@ -92,6 +100,17 @@ def test_a_stateful_data_loader_resumes_exactly(stop: str, workers: int, shuffle
 def test_a_stateful_data_loader_with_persistent_workers_resumes_exactly(tmp_path: Path) -> None:
     options = {"workers": 2, "persistent": True}
     uninterrupted, resumed = train_twice(0, 1, str(tmp_path / "run"), STOPS["mid-epoch"], options)
+    assert resumed == uninterrupted
+
+
+@pytest.mark.guarantee("G8")
+@pytest.mark.parametrize("stop", ["mid-epoch", "last batch"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stateful_data_loader_with_a_generator_of_its_own_resumes_exactly(
+    workers: int, stop: str, tmp_path: Path
+) -> None:
+    options = {"workers": workers, "own": True}
+    uninterrupted, resumed = train_twice(0, 1, str(tmp_path / "run"), STOPS[stop], options)
     assert resumed == uninterrupted
 
 
