@@ -14,12 +14,15 @@ if TYPE_CHECKING:
     from holdfast.blocks import (
         build_train_state,
         checkpoints,
+        examine,
         is_restart,
+        mend,
         peek,
         prune,
         resolve,
         restore_train_state,
         retention,
+        unlock,
         verify,
     )
     from holdfast.catalog import Checkpoint
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from holdfast.components import PerRank, RNGState, Sharded, Shared, Trainable, get_rng_state, set_rng_state
     from holdfast.configuration import CheckpointConfig
     from holdfast.contexts import LoadContext, SaveContext
+    from holdfast.doctor import Finding
     from holdfast.errors import (
         CheckpointNotFoundError,
         ClosedError,
@@ -110,6 +114,10 @@ _HOME = {
     "build_train_state": "blocks",
     "restore_train_state": "blocks",
     "checkpoints": "blocks",
+    "examine": "blocks",
+    "mend": "blocks",
+    "unlock": "blocks",
+    "Finding": "doctor",
     "is_restart": "blocks",
     "peek": "blocks",
     "prune": "blocks",

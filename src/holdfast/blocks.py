@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from holdfast import doctor
 from holdfast.catalog import Catalog, Checkpoint
+from holdfast.doctor import Finding
 from holdfast.errors import CheckpointNotFoundError, UsageError
 from holdfast.housekeeping import Housekeeper
-from holdfast.lease import Lease, reading
+from holdfast.lease import Claim, Lease, holder, reading
 from holdfast.policies import KeepPolicy
 from holdfast.records.report import Report
 from holdfast.records.selector import Selector
@@ -78,6 +80,38 @@ def prune(run: Location, keep: KeepPolicy) -> list[Decision]:
         return Housekeeper(catalog, keep=keep, links=False, may_write=lease.require).tidy()
     finally:
         lease.release()
+
+
+def unlock(run: Location, *, force: bool = False) -> Claim | None:
+    """Free a run whose writer is gone for the next one at once, and return the claim that was in the way, if one was.
+
+    A process that holds the run and lives is a `RunInUseError`; one that cannot be seen from here is watched for a sign
+    of life for as long as its claim says, two minutes at most. `force` asks nobody: that process cannot commit any
+    more, and its saves fail from then on.
+    """
+    catalog, chosen = resolving.locate(run)
+    if chosen.kind != "latest":
+        raise UsageError(f"'{chosen}' names one checkpoint", advice="give the run alone")
+    if not catalog.storage.entries(""):
+        raise CheckpointNotFoundError("there is no run", run=catalog.storage.url)
+    found = holder(catalog.storage)
+    if found is not None:
+        # To take it and to give it back: what the last holder had begun is closed, so that it cannot commit.
+        close = catalog.close_attempts
+        Lease.acquire(catalog.storage, from_this_process=False, force=force, close_attempts=close).release()
+    return found
+
+
+def examine(run: Location) -> list[Finding]:
+    """Return what is damaged, unfinished or left over in a run: records, attempts, marks of readers, links. Changes
+    nothing, and reads no tensors; `verify` does."""
+    return doctor.examine(resolving.locate(run)[0])
+
+
+def mend(run: Location) -> list[Finding]:
+    """Mend the records of a run as far as that is safe, and return every finding, with what was mended. No checkpoint
+    is touched. Only where nobody writes: a run that is being trained is a `RunInUseError`."""
+    return doctor.mend(resolving.locate(run)[0])
 
 
 def _whole_run(run: Location) -> Catalog:

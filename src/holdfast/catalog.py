@@ -477,7 +477,7 @@ class Catalog:
         """Return who began an attempt; a record without content where nothing can be read, because a record of an
         attempt is never needed to read a checkpoint."""
         try:
-            return self._read_attempt(folder)
+            return self.read_attempt(folder)
         except HoldfastError:
             return AttemptRecord()
 
@@ -485,7 +485,8 @@ class Catalog:
         """Return the same as plain values."""
         return dict(msgspec.to_builtins(self.attempt(folder)))
 
-    def _read_attempt(self, folder: str) -> AttemptRecord:
+    def read_attempt(self, folder: str) -> AttemptRecord:
+        """Return the record of an attempt; a `DamagedRecordError` for one that cannot be decoded."""
         key = layout.key(folder, layout.ATTEMPT)
         return read_attempt(partial(self.storage.read, key), key)
 
@@ -647,7 +648,7 @@ class Catalog:
         """Make sure that this rank sees what the leader sees. A path may be a disk of its own on every machine, and
         ranks may have been given different runs: each would write its part of the checkpoint to another place."""
         try:
-            found = self._read_attempt(folder)
+            found = self.read_attempt(folder)
         except (KeyMissingError, DamagedRecordError):
             found = AttemptRecord()
         if found.claim != claim:

@@ -63,8 +63,12 @@ __all__ = [
     "Heart",
     "Lease",
     "Readers",
+    "claim_names",
+    "foreign_claims",
     "has_claim",
+    "holder",
     "read_claim",
+    "reader_claims",
     "reading",
     "require_number",
 ]
@@ -84,6 +88,7 @@ _RELEASED = ".released"
 _FLOOR = ".floor-"
 _NUMBER = re.compile(r"([0-9]{9,15})\.json", re.ASCII)
 _NUMBERED = re.compile(r"([0-9]{9,15})\.(?:json|released|beat-[0-9]+|floor-[0-9.]+)", re.ASCII)
+_FOREIGN = re.compile(r"[0-9]{16,}\.", re.ASCII)
 _COUNT = re.compile(r"[0-9]{9,13}", re.ASCII)
 _FLOOR_NAME = re.compile(r"[0-9]{9,15}\.floor-([0-9]{9,19})\.([1-9][0-9]{0,8})", re.ASCII)
 
@@ -101,6 +106,11 @@ class Claim(msgspec.Struct, frozen=True):
     def of(cls, holder: Identity, timeout_seconds: float) -> Claim:
         """Return a new claim of a process, as of now."""
         return cls(holder, _now(), timeout_seconds, uuid.uuid4().hex)
+
+    @property
+    def who(self) -> str:
+        """The holder in words."""
+        return str(self.holder) if self is not _UNKNOWN else "an unknown process"
 
     @property
     def patience_seconds(self) -> float:
@@ -383,8 +393,7 @@ def _beats(storage: Storage, number: int, claim: Claim, clock: Clock) -> bool:
     pause = max(patience / _BEATS_PER_TIMEOUT / _LOOKS_PER_BEAT, _SHORTEST_PAUSE_SECONDS)
     first = _last_beat(storage.entries(layout.LEASE), _name(number))
     deadline = clock.now() + patience
-    who = "an unknown process" if claim is _UNKNOWN else claim.holder
-    logger.warning("%s held the run %s; waiting up to %g s for a sign of it", who, storage.url, patience)
+    logger.warning("%s held the run %s; waiting up to %g s for a sign of it", claim.who, storage.url, patience)
     while clock.now() < deadline:
         clock.sleep(pause)
         entries = storage.entries(layout.LEASE)
@@ -625,6 +634,41 @@ def _last_beat(entries: Sequence[Entry], name: str) -> int:
 def read_claim(storage: Storage, number: int) -> Claim | None:
     """Return the claim with that number, None when it is gone; a `DamagedRecordError` for one that is no claim."""
     return _read_claim(storage, layout.LEASE, _name(number))
+
+
+def holder(storage: Storage) -> Claim | None:
+    """Return the claim by which the run is held, whether its holder lives or not; None when it is free. Of a claim that
+    cannot be decoded, one of an unknown process."""
+    entries = storage.entries(layout.LEASE)
+    highest = _highest(entries)
+    if not highest or f"{_name(highest)}{_RELEASED}" in {entry.name for entry in entries}:
+        return None
+    return _claim_or_unknown(storage, highest)
+
+
+def claim_names(storage: Storage) -> list[int]:
+    """Return the numbers of all claims on the run, the lowest first."""
+    matches = (_NUMBER.fullmatch(entry.name) for entry in storage.entries(layout.LEASE))
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def foreign_claims(storage: Storage) -> list[str]:
+    """Return the names in `lease/` that state a number which no writer can have, or none can follow."""
+    names = [entry.name for entry in storage.entries(layout.LEASE)]
+    return [name for name in names if _FOREIGN.match(name) or name == f"{MAX_LEASE_NUMBER}{_CLAIM}"]
+
+
+def reader_claims(storage: Storage) -> list[tuple[str, Claim | DamagedRecordError | None]]:
+    """Return the name of each mark of a reader, and its claim, or what is wrong with it; None when it is gone."""
+    names = [entry.name for entry in storage.entries(layout.READERS) if entry.name.endswith(_CLAIM)]
+    return [(name, _claim_or_damage(storage, name.removesuffix(_CLAIM))) for name in names]
+
+
+def _claim_or_damage(storage: Storage, name: str) -> Claim | DamagedRecordError | None:
+    try:
+        return _read_claim(storage, layout.READERS, name)
+    except DamagedRecordError as error:
+        return error
 
 
 def _read_claim(storage: Storage, folder: str, name: str) -> Claim | None:

@@ -1,4 +1,6 @@
-"""The command line: `holdfast ls`, `show`, `verify`, `tag`, `prune`. Words enter, text and an exit code leave.
+"""The command line: `holdfast ls`, `show`, `verify`, `tag`, `prune`, `unlock`, `doctor`.
+
+Words enter, text and an exit code leave.
 
 A command is a function that prints and returns its exit code; what it raises becomes a line and a code in one place.
 None of them imports torch.
@@ -12,7 +14,7 @@ from typing import Annotated
 import typer
 
 from holdfast._version import __version__
-from holdfast.cli import ls, prune, show, tag, verify
+from holdfast.cli import doctor, ls, prune, show, tag, unlock, verify
 from holdfast.cli.output import as_command, forgive_encoding, print_note
 
 __all__ = ["app", "main"]
@@ -32,6 +34,8 @@ app.command("show", cls=show.ShowCommand)(as_command(show.show))
 app.command("verify")(as_command(verify.verify))
 app.command("tag")(as_command(tag.tag))
 app.command("prune")(as_command(prune.prune))
+app.command("unlock")(as_command(unlock.unlock))
+app.command("doctor")(as_command(doctor.doctor))
 
 
 def main() -> None:
@@ -72,6 +76,8 @@ def _about(
       holdfast verify runs/tiny --all
       holdfast tag runs/tiny@500 release
       holdfast prune runs/tiny --keep-last 3 --keep-best val_loss:2
+      holdfast unlock runs/tiny
+      holdfast doctor runs/tiny --fix
 
     \b
     Exit codes:
