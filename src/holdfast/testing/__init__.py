@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from holdfast.testing.contract import StorageContract
     from holdfast.testing.exact_resume import assert_exact_resume
+    from holdfast.testing.hostile import HostileRun, hostile_runs
     from holdfast.testing.power import PowerLossDisk, PowerLossStorage
     from holdfast.testing.processes import Outcome, run_ranks, values
     from holdfast.testing.simulation import simulate_ranks
@@ -29,6 +30,7 @@ __all__ = [
     "CrashingStorage",
     "FlakyStorage",
     "FullStorage",
+    "HostileRun",
     "MemoryStorage",
     "Outcome",
     "PowerLossDisk",
@@ -37,6 +39,7 @@ __all__ = [
     "SlowStorage",
     "StorageContract",
     "assert_exact_resume",
+    "hostile_runs",
     "run_ranks",
     "simulate_ranks",
     "values",
@@ -46,6 +49,7 @@ _MODULES = {
     "CrashingStorage": "storages",
     "FlakyStorage": "storages",
     "FullStorage": "storages",
+    "HostileRun": "hostile",
     "MemoryStorage": "storages",
     "Outcome": "processes",
     "PowerLossDisk": "power",
@@ -54,6 +58,7 @@ _MODULES = {
     "SlowStorage": "storages",
     "StorageContract": "contract",
     "assert_exact_resume": "exact_resume",
+    "hostile_runs": "hostile",
     "run_ranks": "processes",
     "simulate_ranks": "simulation",
     "values": "processes",
