@@ -448,7 +448,7 @@ class _Attempt:
                     f"there is no component '{name}' to restore",
                     advice=f"the manager has {', '.join(sorted(components))}",
                 )
-        kinds = {name: kind_of(name, component) for name, component in components.items()}
+        kinds = {name: kind_of(name, unwrap(component)) for name, component in components.items()}
         chosen = [name for name in components if strategy.takes(name, kinds[name])]
         self.skipped += [f"{name}: left out by the strategy" for name in components if name not in chosen]
         self.skipped += [f"{name}: no such component is attached" for name in trees if name not in components]

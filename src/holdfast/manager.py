@@ -26,7 +26,7 @@ from holdfast.leading import SaveRequest
 from holdfast.lease import reading
 from holdfast.live import check_components
 from holdfast.loading import Loaded, LoadRequest, Verify, load
-from holdfast.naming import cuts_of, follow_models, kind_of, refuse_flat_parameters
+from holdfast.naming import cuts_of, follow_models, kind_of, refuse_flat_parameters, unwrap
 from holdfast.pacing import Pace
 from holdfast.policies import KeepPolicy, Trigger
 from holdfast.ranks import on_leader, torch_ranks
@@ -697,9 +697,9 @@ class CheckpointManager:
         refuse_flat_parameters(name, component)
         if isinstance(component, Sharded):
             cuts_of(name, components)
-        followed = follow_models(components, pipeline_stage=self._pipeline_stage)
-        check_components([name], followed)
-        return kind_of(name, followed[name])
+        check_components([name], follow_models(components, pipeline_stage=self._pipeline_stage))
+        kind_of(name, component)
+        return kind_of(name, unwrap(component))
 
     def _tell_restored(self, checkpoint: Checkpoint, seconds: float, phases: Mapping[str, float]) -> None:
         self._saver.tell(

@@ -174,7 +174,7 @@ def _following(
                 advice="leave the optimizer as it is, or wrap it in PerRank, too",
             )
         return PerRank(optimizer, group=model.group)
-    return Shared(optimizer) if isinstance(model, Shared) else component
+    return Shared(optimizer) if all(isinstance(components[one], Shared) for one in found) else component
 
 
 def _way_of_keeping(component: Any, pipeline_stage: int | None) -> object:

@@ -255,6 +255,7 @@ def a_shape_that_differs_on_one_rank(rank: int, folder: Path) -> Any:
     seen = []
     for odd in (0, 1):
         run = folder / str(odd)
+        torch.manual_seed(0)
         model = nn.Linear(4, 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         state = {"model": model, "optimizer": optimizer, "tracker": Holder(a=1)}
@@ -500,6 +501,7 @@ def save_to_a_disk_of_its_own(rank: int, folder: str, mode: Any) -> tuple[str, s
         def url(self) -> str:
             return "/the/same/path"
 
+    torch.manual_seed(0)
     state = {"model": torch.nn.Linear(2, 2)}
     storage = Elsewhere(f"{folder}/{rank}")
     with holdfast.CheckpointManager("run", state, storage=storage, timeout=30, mode=mode) as manager:
