@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +16,12 @@ from holdfast.leading import SaveRequest
 from holdfast.ranks import Alone, Ranks, StoreRanks
 from holdfast.saving import Saver
 from holdfast.storage.base import Storage
-from holdfast.testing import MemoryStorage
+from holdfast.testing import MemoryStorage, PowerLossStorage
 from holdfast.testing.storages import _Wrapper
 from tests.crash.runs import MemoryStore, Witness, components, violations
+from tests.crash.test_crash_points import scratch
+
+__all__ = ["scratch"]
 
 _PATIENCE_SECONDS = 60.0
 
@@ -199,3 +203,32 @@ def test_a_leader_that_is_cut_off_from_its_writer_has_nothing_removed_that_may_b
     assert isinstance(ended[0], SaveUncertainError) or ended[0] == "step-000000001", ended
     witness = Witness(committed=[1] if isinstance(ended[0], str) else [])
     assert violations(inner, 2, witness) == []
+
+
+class UnsyncedManifest(PowerLossStorage):
+    """A disk on which the sync of a folder that follows on its manifest fails, and syncs nothing."""
+
+    has_manifest = has_failed = False
+
+    def put(self, key: str, data: bytes) -> None:
+        super().put(key, data)
+        self.has_manifest = self.has_manifest or key.endswith("manifest.json")
+
+    def sync(self, folder: str) -> None:
+        if self.has_manifest and not self.has_failed:
+            self.has_failed = True
+            raise StorageError("syncing the folder failed: [EIO]", errno=errno.EIO, file=folder)
+        super().sync(folder)
+
+
+@pytest.mark.guarantee("G6")
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_save_that_was_reported_as_failed_is_not_brought_back_by_a_power_cut(mode: str, scratch: Path) -> None:
+    storage = UnsyncedManifest(scratch / "disk")
+    (ended,) = save_once(storage, 1, mode)
+    assert isinstance(ended, StorageError), ended
+    for seed in range(24):
+        found = storage.after_power_loss(seed, scratch / f"after-{seed}")
+        scan = Catalog(found).scan()
+        assert (scan.checkpoints, scan.damaged) == ((), ()), seed
+        assert scan.closed == ("step-000000001",), seed
