@@ -6,6 +6,7 @@ import io
 import os
 import pathlib
 import pickle
+import shutil
 import subprocess
 import sys
 import time
@@ -244,17 +245,6 @@ def test_a_checkpoint_becomes_a_file_of_torch_save_and_back(tmp_path: pathlib.Pa
     assert holdfast.resolve(tmp_path / "run").step == 1
 
 
-@pytest.mark.guarantee("G3")
-def test_a_missing_file_is_met_before_a_tensor_changes(tmp_path: pathlib.Path) -> None:
-    state = {"m": {str(number): torch.ones(3) for number in range(3)}}
-    dcp.save(state, storage_writer=HoldfastWriter(tmp_path))
-    (tmp_path / "step-000000000" / "rank-00000.safetensors").unlink()
-    target = emptied(state)
-    with pytest.raises(CheckpointException, match=r"rank-00000\.safetensors"):
-        dcp.load(target, storage_reader=HoldfastReader(tmp_path, verify="quick"))
-    assert same(target, emptied(state))
-
-
 # Plans that a planner keeps
 
 
@@ -348,9 +338,16 @@ def in_two_ranks(rank: int, folder: str) -> Any:
     ]
 
 
-def test_two_ranks_keep_plans_save_beside_others_and_refuse_different_runs(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "run-1").mkdir()
-    outcome = values(run_ranks(2, in_two_ranks, str(tmp_path)))
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, list[Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    return folder, values(run_ranks(2, in_two_ranks, str(folder)))
+
+
+def test_two_ranks_keep_plans_save_beside_others_and_refuse_different_runs(
+    two_ranks: tuple[pathlib.Path, list[Any]],
+) -> None:
+    tmp_path, outcome = two_ranks
     for rank, (kept, beside, different) in enumerate(outcome):
         assert kept == [(10.0 * number, number) for number in range(4)]
         assert beside == [rank, 30]
@@ -362,6 +359,19 @@ def test_two_ranks_keep_plans_save_beside_others_and_refuse_different_runs(tmp_p
     assert leaves == {"m.w", "of_one.x"}
     assert holdfast.verify(tmp_path / "kept", 2).ok
     assert list(holdfast.checkpoints(tmp_path / "run-0")) == []
+
+
+@pytest.mark.guarantee("G3")
+@pytest.mark.parametrize("verify", ["full", "quick"])
+def test_a_missing_file_is_met_before_a_tensor_changes(
+    two_ranks: tuple[pathlib.Path, list[Any]], tmp_path: pathlib.Path, verify: Any
+) -> None:
+    run = shutil.copytree(two_ranks[0] / "kept", tmp_path / "run", symlinks=True)
+    (run / "step-000000002" / "rank-00001.safetensors").unlink()
+    target = {"m": {"w": torch.full((5, 2), -1.0)}}
+    with pytest.raises(CheckpointException, match=r"rank-00001\.safetensors"):
+        dcp.load(target, storage_reader=HoldfastReader(run, 2, verify=verify))
+    assert (target["m"]["w"] == -1).all()
 
 
 def test_a_writer_travels_to_another_process_after_it_has_saved(tmp_path: pathlib.Path) -> None:
