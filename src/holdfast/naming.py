@@ -47,11 +47,9 @@ def kind_of(name: str, component: Any) -> TreeKind:
 
 
 def holds_state(component: Any) -> bool:
-    """Return False for a model without parameters and buffers, which has nothing to restore."""
+    """Return False for a model whose state dict is empty, as that of a loss or a metric may be."""
     inner = unwrap(component)
-    if not isinstance(inner, torch.nn.Module):
-        return True
-    return next(inner.parameters(), None) is not None or next(inner.buffers(), None) is not None
+    return not isinstance(inner, torch.nn.Module) or len(inner.state_dict()) > 0
 
 
 def has_torch_layout(name: str, optimizer: torch.optim.Optimizer) -> bool:
