@@ -4,13 +4,17 @@ The protocol is small enough for an object store: flat keys, no rename, no overw
 A *key* is a relative path with `/` between its parts, such as `step-000000500/manifest.json`; a *folder* is the part
 of a key before a `/`, and `""` is the root. The contract, which `holdfast.testing.StorageContract` checks:
 
-- A name is written once. Writing to a key that exists raises `KeyExistsError`, also in a race of many writers.
+- A name is written once. Writing to a key that exists raises `KeyExistsError`, whatever the size of either value, also
+  in a race of many writers; of two writers of one key that overlap in any way exactly one ends well.
+- A name means itself. Nothing is decoded, folded or stripped: two names that differ are two keys.
+- What was written or deleted is seen so at once, by every process: no listing and no missing key is remembered.
 - `put` makes the whole value visible at once or not at all: no reader ever sees half of it.
 - `create` claims its key at the first byte and streams; the key may be visible before `close` returned, so nobody may
   rely on it before a key that was `put` later says so.
 - When `put` or `Sink.close` returns, the bytes are durable. The *name* is durable only after `sync(folder)` of the
   folder that holds it returned, which also covers the folders above it. A power cut before that may lose the name.
 - An error of the system while bytes are made durable is final: the caller must give the key up, never try again.
+- A source of a key that was deleted meanwhile reads that key's bytes or raises, and never reads anything else.
 - Every failure is a `StorageError` that names the key; a key that is not there is a `KeyMissingError`, and one that
   cannot be what was written there (no regular value, too short, too large) a `KeyDamagedError`. Any other error of a
   read says that the storage cannot be read now: it is tried again, and never taken for damage.

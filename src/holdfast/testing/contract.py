@@ -4,16 +4,22 @@
         def make(self, tmp_path):
             return MyStorage(...)          # a new, empty one at each call
 
-`tmp_path` is pytest's. A storage that passes can hold a run.
+        def reopen(self, storage):
+            return MyStorage(...)          # another object on the same place, as a second process would open it
+
+`tmp_path` is pytest's. A storage that passes can hold a run. `many_keys` is more than the storage lists in one answer.
+What only a power cut can show, that bytes and names are durable when they are said to be, no contract can ask.
 """
 
 from __future__ import annotations
 
 import random
 import threading
+from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from contextlib import suppress
+from functools import lru_cache, partial
 from pathlib import Path
 
 import pytest
@@ -26,6 +32,31 @@ __all__ = ["StorageContract"]
 _MEBIBYTE = 1 << 20
 _SIZES = (0, 1, 4095, 4096, 4097, _MEBIBYTE, _MEBIBYTE + 1, 8 * _MEBIBYTE, 8 * _MEBIBYTE + 1, 25 * _MEBIBYTE + 777)
 _RACERS = 16
+# What a storage may handle in different ways: at once, in one request, in many parts.
+_WEIGHTS = (5, _MEBIBYTE + 1, 17 * _MEBIBYTE + 3)
+_ODD_NAMES = (
+    "a%2Fb",
+    "a%252Fb",
+    "a b",
+    "a+b",
+    " leading",
+    "trailing ",
+    "question?mark=1#part",
+    "'single' and \"double\"",
+    "Key",
+    "key",
+    "\u00e9",
+    "e\u0301",
+    ".hidden",
+    "name.tmp",
+    "name~",
+    "a:b",
+    "*",
+    "[a]",
+    "$HOME",
+    "-n",
+    "n" * 255,
+)
 _BAD_KEYS = (
     "",
     "/",
@@ -47,10 +78,19 @@ _BAD_KEYS = (
 
 
 class StorageContract:
-    """Inherit, and say in `make` how a new storage is made."""
+    """Inherit, and say in `make` how a new storage is made, and in `reopen` how another process opens the same place.
+
+    A storage that no other process can open, such as one in memory, leaves `reopen` as it is.
+    """
+
+    # More than a page of a listing: object stores answer with a thousand names at a time.
+    many_keys = 1100
 
     def make(self, tmp_path: Path) -> Storage:
         raise NotImplementedError("override make() so that it returns a new, empty storage")
+
+    def reopen(self, storage: Storage) -> Storage:
+        return storage
 
     @pytest.fixture
     def storage(self, tmp_path: Path) -> Storage:
@@ -96,20 +136,40 @@ class StorageContract:
         assert storage.entries("größe") == [Entry("日本 語.json", 1)]
         assert storage.read("größe/日本 語.json", 1) == b"x"
 
-    def test_put_never_replaces(self, storage: Storage) -> None:
-        storage.put("key", b"first")
-        with pytest.raises(KeyExistsError) as caught:
-            storage.put("key", b"second")
-        assert "key" in str(caught.value)
-        assert storage.read("key", 10) == b"first"
+    @pytest.mark.parametrize("name", _ODD_NAMES)
+    def test_a_name_means_itself_and_nothing_else(self, storage: Storage, name: str) -> None:
+        for other in _ODD_NAMES:
+            if other != name and len(other) < 20:
+                storage.put(f"folder/{other}", b"other")
+        storage.put(f"folder/{name}", b"x")
+        assert storage.read(f"folder/{name}", 1) == b"x"
+        assert Entry(name, 1) in storage.entries("folder")
+        storage.delete(f"folder/{name}")
+        with pytest.raises(KeyMissingError):
+            storage.open(f"folder/{name}")
+        assert {entry.size_bytes for entry in storage.entries("folder")} == {5}
 
-    def test_of_many_racing_puts_exactly_one_wins(self, storage: Storage) -> None:
-        for turn in range(5):
+    @pytest.mark.parametrize("first_bytes", _WEIGHTS)
+    @pytest.mark.parametrize("second_bytes", _WEIGHTS)
+    def test_put_never_replaces(self, storage: Storage, first_bytes: int, second_bytes: int) -> None:
+        first = _pattern(first_bytes)
+        storage.put("key", first)
+        with pytest.raises(KeyExistsError) as caught:
+            storage.put("key", _pattern(second_bytes)[::-1])
+        assert "key" in str(caught.value)
+        assert _whole(storage, "key") == first
+        assert storage.entries("") == [Entry("key", first_bytes)]
+
+    @pytest.mark.parametrize(("racers", "size_bytes"), [(_RACERS, 40), (4, 9 * _MEBIBYTE)])
+    def test_of_many_racing_puts_exactly_one_wins(self, storage: Storage, racers: int, size_bytes: int) -> None:
+        doors = [storage if racer % 2 else self.reopen(storage) for racer in range(racers)]
+        for turn in range(5 if size_bytes < _MEBIBYTE else 1):
             key = f"turn-{turn}/manifest.json"
-            values = [f"value of racer {racer}".encode() for racer in range(_RACERS)]
-            won = _race([partial(storage.put, key, value) for value in values])
+            values = [_value_of(racer, size_bytes) for racer in range(racers)]
+            won = _race([partial(door.put, key, value) for door, value in zip(doors, values, strict=True)])
             assert won.count(True) == 1
-            assert storage.read(key, 100) == values[won.index(True)]
+            assert _whole(storage, key) == values[won.index(True)]
+            assert storage.entries(f"turn-{turn}") == [Entry("manifest.json", size_bytes)]
 
     def test_put_is_whole_or_not_there(self, storage: Storage) -> None:
         data = _pattern(3 * _MEBIBYTE)
@@ -164,23 +224,60 @@ class StorageContract:
                 piece[:] = b"\xff" * _MEBIBYTE
         assert _whole(storage, "key") == b"".join(bytes([number]) * _MEBIBYTE for number in range(20))
 
-    def test_create_never_replaces(self, storage: Storage) -> None:
-        storage.put("key", b"first")
-        with pytest.raises(KeyExistsError):
-            _stream(storage, "key", b"second")
-        assert storage.read("key", 10) == b"first"
+    @pytest.mark.parametrize("first_bytes", _WEIGHTS)
+    @pytest.mark.parametrize("second_bytes", _WEIGHTS)
+    @pytest.mark.parametrize("made_by", ["put", "create"])
+    def test_create_never_replaces(self, storage: Storage, first_bytes: int, second_bytes: int, made_by: str) -> None:
+        first = _pattern(first_bytes)
+        if made_by == "put":
+            storage.put("key", first)
+        else:
+            _stream(storage, "key", first)
+        with pytest.raises(KeyExistsError, match="key"):
+            _stream(storage, "key", _pattern(second_bytes)[::-1])
+        assert _whole(storage, "key") == first
+        assert storage.entries("") == [Entry("key", first_bytes)]
 
-    def test_of_many_racing_creates_exactly_one_wins(self, storage: Storage) -> None:
-        values = [f"value of racer {racer:02}".encode() for racer in range(_RACERS)]
-        won = _race([partial(_stream, storage, "key", value) for value in values])
+    @pytest.mark.parametrize(("racers", "size_bytes"), [(_RACERS, 40), (4, 9 * _MEBIBYTE), (3, 17 * _MEBIBYTE + 3)])
+    def test_of_many_racing_creates_exactly_one_wins(self, storage: Storage, racers: int, size_bytes: int) -> None:
+        doors = [storage if racer % 2 else self.reopen(storage) for racer in range(racers)]
+        values = [_value_of(racer, size_bytes) for racer in range(racers)]
+        won = _race([partial(_stream, door, "key", value) for door, value in zip(doors, values, strict=True)])
         assert won.count(True) == 1
-        assert storage.read("key", 100) == values[won.index(True)]
+        assert _whole(storage, "key") == values[won.index(True)]
+        assert storage.entries("") == [Entry("key", size_bytes)]
 
-    def test_put_and_create_keep_off_each_others_keys(self, storage: Storage) -> None:
-        _stream(storage, "key", b"first")
+    @pytest.mark.parametrize("size_bytes", _WEIGHTS)
+    @pytest.mark.parametrize("later", ["put", "create"])
+    def test_of_two_that_write_a_key_at_once_exactly_one_ends_well(
+        self, storage: Storage, size_bytes: int, later: str
+    ) -> None:
+        """The second begins when the first has written half, and ends before it. Either of them may be the one."""
+        values = [_value_of(number, size_bytes) for number in (1, 2)]
+        first = storage.create("key", size_bytes)
+        first.write(values[0][: size_bytes // 2])
+        ended_well = []
+        door = self.reopen(storage)
+        try:
+            door.put("key", values[1]) if later == "put" else _stream(door, "key", values[1])
+            ended_well.append(values[1])
+        except KeyExistsError:
+            pass
+        try:
+            _write_and_close(first.write, first.close, values[0][size_bytes // 2 :])
+            ended_well.append(values[0])
+        except KeyExistsError:
+            first.abort()
+        assert len(ended_well) == 1
+        assert _whole(storage, "key") == ended_well[0]
+
+    @pytest.mark.parametrize("size_bytes", _WEIGHTS)
+    def test_put_never_replaces_what_was_streamed(self, storage: Storage, size_bytes: int) -> None:
+        first = _pattern(size_bytes)
+        _stream(storage, "key", first)
         with pytest.raises(KeyExistsError):
             storage.put("key", b"second")
-        assert storage.read("key", 10) == b"first"
+        assert _whole(storage, "key") == first
 
     @pytest.mark.parametrize("size_bytes", [1, 10, 2 * _MEBIBYTE, 20 * _MEBIBYTE])
     @pytest.mark.parametrize("difference", [-1, 1])
@@ -239,10 +336,41 @@ class StorageContract:
                 source.read_into(offset, memoryview(target))
                 assert target == data[offset : offset + size_bytes]
 
-    def test_a_range_past_the_end_is_an_error(self, storage: Storage) -> None:
-        storage.put("key", b"0123456789")
+    def test_any_range_of_a_large_key_can_be_read(self, storage: Storage) -> None:
+        data = _pattern(17 * _MEBIBYTE + 3)
+        _stream(storage, "key", data)
         with storage.open("key") as source:
-            for offset, size_bytes in ((0, 11), (9, 2), (10, 1), (5000, 1)):
+            for boundary in (_MEBIBYTE, 5 * _MEBIBYTE, 8 * _MEBIBYTE, 16 * _MEBIBYTE):
+                for offset, size_bytes in ((boundary - 1, 2), (boundary - 4096, 70_001), (boundary, 1)):
+                    target = bytearray(size_bytes)
+                    source.read_into(offset, memoryview(target))
+                    assert target == data[offset : offset + size_bytes]
+
+    def test_memory_of_any_element_type_can_be_filled(self, storage: Storage) -> None:
+        storage.put("key", _pattern(80))
+        target = array("d", bytes(80))
+        with storage.open("key") as source:
+            source.read_into(0, memoryview(target))
+        assert target.tobytes() == _pattern(80)
+
+    def test_a_source_of_a_deleted_key_reads_the_key_or_fails(self, storage: Storage) -> None:
+        data = _pattern(100_000)
+        storage.put("key", data)
+        with storage.open("key") as source:
+            storage.delete("key")
+            target = bytearray(1000)
+            try:
+                source.read_into(5000, memoryview(target))
+            except StorageError:
+                return
+        assert target == data[5000:6000]
+
+    @pytest.mark.parametrize("whole_bytes", [10, 9 * _MEBIBYTE])
+    def test_a_range_past_the_end_is_an_error(self, storage: Storage, whole_bytes: int) -> None:
+        _stream(storage, "key", _pattern(whole_bytes))
+        end = whole_bytes
+        with storage.open("key") as source:
+            for offset, size_bytes in ((end - 10, 11), (end - 1, 2), (end, 1), (end + 5000, 1)):
                 with pytest.raises(StorageError, match="key"):
                     source.read_into(offset, memoryview(bytearray(size_bytes)))
             with pytest.raises(UsageError):
@@ -275,6 +403,24 @@ class StorageContract:
             with pytest.raises(KeyMissingError, match=key):
                 storage.read(key, 10)
 
+    def test_what_was_missing_is_seen_as_soon_as_it_is_written(self, storage: Storage) -> None:
+        other = self.reopen(storage)
+        for door in (storage, other):
+            assert door.entries("folder") == []
+            for key in ("folder/put", "folder/created"):
+                with pytest.raises(KeyMissingError):
+                    door.open(key)
+        storage.put("folder/put", b"x")
+        _stream(storage, "folder/created", b"yy")
+        for door in (storage, other):
+            assert (door.read("folder/put", 1), door.read("folder/created", 2)) == (b"x", b"yy")
+            assert door.entries("folder") == [Entry("created", 2), Entry("put", 1)]
+        other.delete("folder/put")
+        for door in (storage, other):
+            assert door.entries("folder") == [Entry("created", 2)]
+            with pytest.raises(KeyMissingError):
+                door.read("folder/put", 1)
+
     def test_a_folder_is_no_key(self, storage: Storage) -> None:
         storage.put("folder/key", b"x")
         with pytest.raises(KeyMissingError):
@@ -289,6 +435,19 @@ class StorageContract:
         assert storage.entries("b") == [Entry("10", 4), Entry("2", 3), Entry("deep", None)]
         assert storage.entries("b/deep") == [Entry("er", None)]
         assert storage.entries("c")[0].is_folder
+
+    def test_entries_are_sorted_by_name_whatever_the_keys_below_look_like(self, storage: Storage) -> None:
+        names = ["A", "a", "a b", "a-b", "a.b", "a0", "b", "\uffee", "\U0001f600"]
+        for name in names:
+            storage.put(f"folder/{name}/below" if name in ("a", "a.b", "b") else f"folder/{name}", b"x")
+        assert [entry.name for entry in storage.entries("folder")] == names
+
+    def test_a_folder_of_many_keys_is_listed_whole(self, storage: Storage) -> None:
+        names = [f"{number:05}" for number in range(self.many_keys)]
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(lambda name: storage.put(f"folder/{name}", b"x"), names))
+        assert storage.entries("folder") == [Entry(name, 1) for name in names]
+        assert storage.entries("") == [Entry("folder", None)]
 
     def test_a_missing_folder_is_empty(self, storage: Storage) -> None:
         assert storage.entries("") == []
@@ -327,6 +486,18 @@ class StorageContract:
         storage.delete("folder/key")
         storage.delete("folder/key")
 
+    def test_only_the_key_itself_is_deleted(self, storage: Storage) -> None:
+        keys = ("a/b/c", "a/b/c2", "a/bc", "ab/c", "a-b")
+        for key in keys:
+            storage.put(key, key.encode())
+        storage.delete("a/b/c")
+        for folder in ("a", "a/b"):
+            # A folder is no key: to refuse is right, to find nothing to delete is right.
+            with suppress(StorageError):
+                storage.delete(folder)
+        for key in keys[1:]:
+            assert storage.read(key, 10) == key.encode()
+
     def test_without_keys_there_are_no_folders(self, storage: Storage) -> None:
         storage.put("a/b/c/1", b"x")
         storage.put("a/b/c/2", b"x")
@@ -349,9 +520,15 @@ class StorageContract:
         assert storage.entries("") == []
 
 
+@lru_cache(maxsize=8)
 def _pattern(size_bytes: int) -> bytes:
     """Bytes in which no two sectors are alike, so that one in a wrong place is noticed."""
     return random.Random(size_bytes).randbytes(size_bytes)
+
+
+def _value_of(racer: int, size_bytes: int) -> bytes:
+    """Bytes that only this racer writes, everywhere."""
+    return bytes([racer + 1]) * size_bytes
 
 
 def _whole(storage: Storage, key: str) -> bytes:

@@ -58,13 +58,24 @@ class ShortDisk(Disk):
         return super().read_at(file, target[:300_001], offset)
 
 
-class TestOnADisk(StorageContract):
+class LocalContract(StorageContract):
+    """A folder is listed at once, so that few keys are enough; another process opens it by its path."""
+
+    many_keys = 40
+
+    def reopen(self, storage: Storage) -> Storage:
+        return LocalStorage(storage.url)
+
+
+class TestOnADisk(LocalContract):
     def make(self, tmp_path: Path) -> Storage:
         return LocalStorage(tmp_path / "run")
 
 
 @pytest.mark.skipif(not RAM.is_dir(), reason="no RAM disk here")
-class TestOnARamDisk(StorageContract):
+class TestOnARamDisk(LocalContract):
+    many_keys = StorageContract.many_keys
+
     @pytest.fixture(autouse=True)
     def _ram_folder(self) -> Iterator[None]:
         self.folder = RAM / f"holdfast-{uuid.uuid4().hex}"
@@ -75,27 +86,27 @@ class TestOnARamDisk(StorageContract):
         return LocalStorage(self.folder)
 
 
-class TestWithoutUnnamedFiles(StorageContract):
+class TestWithoutUnnamedFiles(LocalContract):
     def make(self, tmp_path: Path) -> Storage:
         return LocalStorage(tmp_path, disk=FailingDisk(errno.EOPNOTSUPP, "create_unnamed"))
 
 
-class TestWithoutProc(StorageContract):
+class TestWithoutProc(LocalContract):
     def make(self, tmp_path: Path) -> Storage:
         return LocalStorage(tmp_path, disk=FailingDisk(errno.ENOENT, "link_unnamed"))
 
 
-class TestWithoutLinks(StorageContract):
+class TestWithoutLinks(LocalContract):
     def make(self, tmp_path: Path) -> Storage:
         return LocalStorage(tmp_path, disk=FailingDisk(errno.EPERM, "create_unnamed", "link"))
 
 
-class TestWithoutDirect(StorageContract):
+class TestWithoutDirect(LocalContract):
     def make(self, tmp_path: Path) -> Storage:
         return LocalStorage(tmp_path, disk=FailingDisk(errno.EINVAL, "set_direct"))
 
 
-class TestWithShortCalls(StorageContract):
+class TestWithShortCalls(LocalContract):
     def make(self, tmp_path: Path) -> Storage:
         return LocalStorage(tmp_path, disk=ShortDisk())
 

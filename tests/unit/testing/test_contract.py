@@ -1,0 +1,262 @@
+"""The contract can fail: each storage here is wrong in one way that would lose or mix state, and a test notices it."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+
+from holdfast.errors import KeyMissingError, StorageError
+from holdfast.storage.base import Entry, Storage
+from holdfast.testing import MemoryStorage, StorageContract
+
+PART_BYTES = 8 << 20
+
+
+class ReplacesLargePuts(MemoryStorage):
+    """Uploads large values without the condition that the key is new."""
+
+    def put(self, key: str, data: bytes) -> None:
+        if len(data) > PART_BYTES:
+            self.delete(key)
+        super().put(key, data)
+
+
+class ReplacesLargeStreams(MemoryStorage):
+    """Puts the parts of a large key together without that condition."""
+
+    def create(self, key: str, size_bytes: int) -> Any:
+        if size_bytes > PART_BYTES:
+            self.delete(key)
+        return super().create(key, size_bytes)
+
+
+class LooksOnlyWhenCreated(MemoryStorage):
+    """Finds out at the beginning that a key is new, and not at the end."""
+
+    def create(self, key: str, size_bytes: int) -> Any:
+        sink = super().create(key, size_bytes)
+        close, storage, others = sink.close, self, [key]
+
+        def replace_and_close() -> None:
+            if others:
+                storage.delete(others.pop())
+            close()
+
+        sink.close = replace_and_close  # type: ignore[method-assign]
+        return sink
+
+
+class KnowsItsOwnKeys(MemoryStorage):
+    """Another object on the same place: what it did not write itself, it replaces."""
+
+    def __init__(self, shared: MemoryStorage | None = None) -> None:
+        super().__init__()
+        self.mine: set[str] = set()
+        if shared is not None:
+            self._values = shared._values
+
+    def put(self, key: str, data: bytes) -> None:
+        if key not in self.mine:
+            self._values.pop(key, None)
+        self.mine.add(key)
+        super().put(key, data)
+
+
+class LeavesTemporaryNames(MemoryStorage):
+    """A put that loses leaves what it had uploaded."""
+
+    def put(self, key: str, data: bytes) -> None:
+        try:
+            super().put(key, data)
+        except StorageError:
+            self._values[f"{key}.part"] = data
+            raise
+
+
+class ListsOnePage(MemoryStorage):
+    def entries(self, folder: str) -> list[Entry]:
+        return super().entries(folder)[:1000]
+
+
+class ListsInTheOrderOfKeys(MemoryStorage):
+    """A folder stands where its keys do: `a/` comes behind `a-b`."""
+
+    def entries(self, folder: str) -> list[Entry]:
+        found = super().entries(folder)
+        return sorted(found, key=lambda entry: entry.name + ("/" if entry.is_folder else ""))
+
+
+class RemembersListings(MemoryStorage):
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed: dict[str, list[Entry]] = {}
+
+    def entries(self, folder: str) -> list[Entry]:
+        return self.listed.setdefault(folder, super().entries(folder))
+
+
+class RemembersMisses(MemoryStorage):
+    def __init__(self) -> None:
+        super().__init__()
+        self.missed: set[str] = set()
+
+    def open(self, key: str) -> Any:
+        try:
+            if key in self.missed:
+                raise KeyMissingError("it does not exist", file=key)
+            return super().open(key)
+        except KeyMissingError:
+            self.missed.add(key)
+            raise
+
+
+class _Renaming(MemoryStorage):
+    """Keeps a key under another name."""
+
+    def rename(self, key: str) -> str:
+        raise NotImplementedError
+
+    def put(self, key: str, data: bytes) -> None:
+        super().put(self.rename(key), data)
+
+    def open(self, key: str) -> Any:
+        return super().open(self.rename(key))
+
+    def delete(self, key: str) -> None:
+        super().delete(self.rename(key))
+
+
+class UnquotesNames(_Renaming):
+    def rename(self, key: str) -> str:
+        return unquote(key)
+
+
+class FoldsCase(_Renaming):
+    def rename(self, key: str) -> str:
+        return key.lower()
+
+
+class NormalisesNames(_Renaming):
+    def rename(self, key: str) -> str:
+        return unicodedata.normalize("NFC", key)
+
+
+class StripsNames(_Renaming):
+    def rename(self, key: str) -> str:
+        return "/".join(part.strip() for part in key.split("/"))
+
+
+class DeletesByPrefix(MemoryStorage):
+    def delete(self, key: str) -> None:
+        super().delete(key)
+        for other in [other for other in self._values if other.startswith(key)]:
+            super().delete(other)
+
+
+class _Reading(MemoryStorage):
+    """Reads in its own way."""
+
+    def open(self, key: str) -> Any:
+        source = super().open(key)
+        right, value = source.read_into, source.value
+
+        def read_into(offset: int, target: memoryview) -> None:
+            right(offset, target)
+            self.spoil(key, value, offset, target.cast("B"))
+
+        source.read_into = read_into  # type: ignore[method-assign]
+        return source
+
+    def spoil(self, key: str, value: bytes, offset: int, target: memoryview) -> None:
+        raise NotImplementedError
+
+
+class ReadsWithinOnePart(_Reading):
+    def spoil(self, key: str, value: bytes, offset: int, target: memoryview) -> None:
+        rest = PART_BYTES - offset % PART_BYTES
+        if target.nbytes > rest and offset > 0:
+            target[rest:] = bytes(target.nbytes - rest)
+
+
+class ReadsZerosOfDeletedKeys(_Reading):
+    def spoil(self, key: str, value: bytes, offset: int, target: memoryview) -> None:
+        if key not in self._values:
+            target[:] = bytes(target.nbytes)
+
+
+class FillsUpPastTheEnd(MemoryStorage):
+    """A range of a large key that goes past its end is filled as far as there is something."""
+
+    def open(self, key: str) -> Any:
+        source = super().open(key)
+        right, value = source.read_into, source.value
+
+        def read_into(offset: int, target: memoryview) -> None:
+            inside = max(0, min(target.nbytes, len(value) - offset))
+            right(offset, target[:inside] if len(value) > PART_BYTES and offset >= 0 else target)
+
+        source.read_into = read_into  # type: ignore[method-assign]
+        return source
+
+
+LARGE = 17 * (1 << 20) + 3
+WRONG: list[tuple[Callable[[], Storage], str, dict[str, Any]]] = [
+    (ReplacesLargePuts, "test_put_never_replaces", {"first_bytes": 5, "second_bytes": LARGE}),
+    (ReplacesLargePuts, "test_of_many_racing_puts_exactly_one_wins", {"racers": 4, "size_bytes": 9 << 20}),
+    (
+        ReplacesLargeStreams,
+        "test_create_never_replaces",
+        {"first_bytes": LARGE, "second_bytes": LARGE, "made_by": "create"},
+    ),
+    (ReplacesLargeStreams, "test_create_never_replaces", {"first_bytes": 5, "second_bytes": LARGE, "made_by": "put"}),
+    (
+        LooksOnlyWhenCreated,
+        "test_of_two_that_write_a_key_at_once_exactly_one_ends_well",
+        {"size_bytes": 5, "later": "put"},
+    ),
+    (
+        LooksOnlyWhenCreated,
+        "test_of_two_that_write_a_key_at_once_exactly_one_ends_well",
+        {"size_bytes": LARGE, "later": "create"},
+    ),
+    (KnowsItsOwnKeys, "test_of_many_racing_puts_exactly_one_wins", {"racers": 16, "size_bytes": 40}),
+    (LeavesTemporaryNames, "test_put_never_replaces", {"first_bytes": 5, "second_bytes": 5}),
+    (ListsOnePage, "test_a_folder_of_many_keys_is_listed_whole", {}),
+    (ListsInTheOrderOfKeys, "test_entries_are_sorted_by_name_whatever_the_keys_below_look_like", {}),
+    (RemembersListings, "test_what_was_missing_is_seen_as_soon_as_it_is_written", {}),
+    (RemembersMisses, "test_what_was_missing_is_seen_as_soon_as_it_is_written", {}),
+    (UnquotesNames, "test_a_name_means_itself_and_nothing_else", {"name": "a%2Fb"}),
+    (FoldsCase, "test_a_name_means_itself_and_nothing_else", {"name": "Key"}),
+    (NormalisesNames, "test_a_name_means_itself_and_nothing_else", {"name": "e\u0301"}),
+    (StripsNames, "test_a_name_means_itself_and_nothing_else", {"name": " leading"}),
+    (DeletesByPrefix, "test_only_the_key_itself_is_deleted", {}),
+    (ReadsWithinOnePart, "test_any_range_of_a_large_key_can_be_read", {}),
+    (ReadsZerosOfDeletedKeys, "test_a_source_of_a_deleted_key_reads_the_key_or_fails", {}),
+    (FillsUpPastTheEnd, "test_a_range_past_the_end_is_an_error", {"whole_bytes": 9 << 20}),
+]
+
+
+class OnOnePlace(StorageContract):
+    """The contract for storages in memory, with two doors to the one that has them."""
+
+    def reopen(self, storage: Storage) -> Storage:
+        return KnowsItsOwnKeys(storage) if isinstance(storage, KnowsItsOwnKeys) else storage
+
+
+@pytest.mark.parametrize(
+    ("make", "test", "arguments"), WRONG, ids=[f"{wrong[0].__name__}-{wrong[1]}" for wrong in WRONG]
+)
+def test_a_wrong_storage_does_not_keep_the_contract(
+    make: Callable[[], Storage], test: str, arguments: dict[str, Any]
+) -> None:
+    with pytest.raises((AssertionError, pytest.fail.Exception, StorageError)):
+        getattr(OnOnePlace(), test)(make(), **arguments)
+
+
+@pytest.mark.parametrize(("test", "arguments"), [wrong[1:] for wrong in WRONG], ids=lambda value: str(value)[:40])
+def test_a_right_storage_passes_the_same_tests(test: str, arguments: dict[str, Any]) -> None:
+    getattr(OnOnePlace(), test)(MemoryStorage(), **arguments)
