@@ -6,16 +6,16 @@ import ctypes
 import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import UninitializedTensorMixin
 
-from holdfast.errors import UsageError
+from holdfast.errors import HoldfastError, StateMismatchError, UsageError
 from holdfast.records.boxes import Box, Cut, strides_of, whole
-from holdfast.records.codec import Flattened, registered_tensor
+from holdfast.records.codec import Flattened, Subclass, encode, registered_tensor, subclass_of
 from holdfast.records.dtypes import ELEMENT_TYPES
 from holdfast.records.files import HostMemory, Pieces
 from holdfast.records.manifest import MeshRecord
@@ -111,9 +111,65 @@ def tensor_class(name: str) -> type | None:
     return None
 
 
+def is_same_form(one: Subclass, other: Subclass) -> bool:
+    """Whether two tensors of a wrapper subclass are of one kind, so that one can take the content of the other."""
+    return one._replace(stride=(), shards=1, tensors={}) == other._replace(stride=(), shards=1, tensors={}) and (
+        one.tensors.keys() == other.tensors.keys()
+    )
+
+
+def stored_form(tensor: torch.Tensor, tensors: dict[str, torch.Tensor]) -> Subclass:
+    """The stored form of a live tensor of a wrapper subclass, with its inner tensors by their path."""
+
+    def note(path: str, inner: torch.Tensor) -> str:
+        tensors[path] = inner
+        return path
+
+    form = subclass_of(encode(tensor, path="live", on_tensor=note, flatten=flattened))
+    if form is None:
+        raise HoldfastError(f"a tensor of type '{type(tensor).__qualname__}' cannot be taken apart")
+    return form
+
+
+def unflattened(
+    kind: Any,
+    inner: dict[str, torch.Tensor],
+    context: object,
+    saved: Subclass,
+    place: str,
+    like: torch.Tensor | None,
+) -> torch.Tensor:
+    """Put a tensor together, and make sure that it is what was saved: its class decides what it makes of the parts."""
+    local = like.to_local() if is_sharded(like) else None
+    shape = saved.shape if local is None else tuple(local.shape)
+    stride = saved.stride if local is None else tuple(local.stride())
+    try:
+        tensor: torch.Tensor = kind.__tensor_unflatten__(inner, context, torch.Size(shape), stride)
+        if is_sharded(like):
+            tensor = DTensor.from_local(
+                tensor,
+                like.device_mesh,
+                like.placements,
+                run_check=False,
+                shape=torch.Size(saved.shape),
+                stride=saved.stride,
+            )
+        same = is_same_form(stored_form(tensor, {}), saved)
+    except HoldfastError:
+        raise
+    except Exception as error:
+        raise StateMismatchError(
+            f"a '{saved.name}' could not be made from what was saved: {type(error).__name__}: {error}", leaf=place
+        ) from error
+    if not same:
+        raise StateMismatchError(f"a '{saved.name}' that is made from what was saved is not what was saved", leaf=place)
+    return tensor
+
+
 def check_storable(tensor: torch.Tensor, *, component: str, leaf: str) -> None:
     """Refuse, before any file is touched, a tensor whose bytes are not all of it."""
-    if type(tensor) in _PLAIN and tensor.is_cpu and tensor.dtype in _DTYPE_NAMES and tensor.layout is torch.strided:
+    plain = type(tensor) in _PLAIN and tensor.is_cpu and not tensor.is_nested
+    if plain and tensor.dtype in _DTYPE_NAMES and tensor.layout is torch.strided:
         return  # nearly all are such, and there may be very many
     problem = _why_not_storable(tensor)
     if problem is not None:
@@ -132,6 +188,8 @@ def _why_not_storable(tensor: torch.Tensor) -> tuple[str, str] | None:
         return f"a DTensor of '{local.__module__}.{local.__qualname__}' with placements {tensor.placements}", (
             "shard it into equal pieces along dimension 0 only, and keep no scalar tensor in it"
         )
+    if tensor.is_nested:
+        return "a nested tensor", "store its values and offsets"
     if tensor.dtype not in _DTYPE_NAMES:
         return f"a tensor of {tensor.dtype}", "turn it into one of the types in docs/format.md"
     if tensor.layout is not torch.strided:

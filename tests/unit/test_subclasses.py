@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.utils._pytree import tree_map
 
 import holdfast
@@ -357,6 +359,19 @@ def test_a_device_in_a_context_has_no_index() -> None:
 
     stored: Any = encode(Scaled.random(), path="x", on_tensor=lambda path, tensor: path, flatten=flattened)
     assert stored["$subclass"]["context"]["device"] == {"$device": "cpu"}
+
+
+def test_a_plain_state_dict_with_a_registered_subclass_is_read_by_pytorchs_own_api(tmp_path: Path) -> None:
+    weights = {"model": {"weight": Registered.random(block=32), "bias": torch.randn(2)}}
+    with holdfast.AsyncCheckpointer(tmp_path) as checkpointer:
+        checkpointer.save(0, weights)
+    target: Any = {"model": {"weight": Registered.random(block=32), "bias": torch.zeros(2)}}
+    dcp.load(target, storage_reader=holdfast.HoldfastReader(tmp_path), no_dist=True)
+    assert target["model"]["weight"].parts() == weights["model"]["weight"].parts()  # type: ignore[attr-defined]
+    with holdfast.AsyncCheckpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"model": {"weight": Scaled.random()}})
+    with pytest.raises(CheckpointException, match=r"Scaled', which is not registered"):
+        dcp.load({"model": {"weight": Scaled.random()}}, storage_reader=holdfast.HoldfastReader(tmp_path), no_dist=True)
 
 
 SOUND: dict[str, Any] = {

@@ -68,7 +68,7 @@ from holdfast.errors import CorruptCheckpointError, HoldfastError, StateMismatch
 from holdfast.lease import Lease
 from holdfast.records import layout
 from holdfast.records.boxes import Box, cover_exactly
-from holdfast.records.codec import Json, decode, encode
+from holdfast.records.codec import Json, Subclass, decode, encode, subclass_of
 from holdfast.records.dtypes import ELEMENT_TYPES
 from holdfast.records.facts import Facts, Listing
 from holdfast.records.files import TensorFile
@@ -84,7 +84,7 @@ from holdfast.stages.resolve import Location, resolve
 from holdfast.stages.stage import split, values_file
 from holdfast.stages.write import write
 from holdfast.storage.registry import open_storage
-from holdfast.tensors import check_storable, host_pieces, torch_dtype
+from holdfast.tensors import check_storable, host_pieces, tensor_class, torch_dtype, unflattened
 
 logger = logging.getLogger("holdfast")
 
@@ -845,7 +845,13 @@ class _Contents:
         if not isinstance(entry, _Value):
             raise UsageError("the plan asks for a value where the checkpoint has a tensor, or nothing", leaf=key)
         if key not in self.decoded:
-            self.decoded[key] = decode(entry.stored, path=key, tensor=partial(self._read_whole, entry.tree))
+            tree = entry.tree
+            self.decoded[key] = decode(
+                entry.stored,
+                path=key,
+                tensor=partial(self._read_whole, tree),
+                subclass=partial(self._read_subclass, tree),
+            )
         return self.decoded[key]
 
     def _entry(self, key: str) -> TensorRecord | _Value | None:
@@ -874,6 +880,25 @@ class _Contents:
                     key = f"{tree.name}.param_groups.{index}.{option}"
                     if key in self.entries:
                         self.aliases[f"{tree.name}.param_groups.{name}.{option}"] = key
+
+    def _read_subclass(self, tree: TreeRecord, place: str, saved: Subclass) -> torch.Tensor:
+        """A tensor of a wrapper subclass that the program knows, made anew."""
+        kind = tensor_class(saved.name)
+        if kind is None:
+            raise StateMismatchError(
+                f"the checkpoint has a tensor of class '{saved.name}', which is not registered",
+                leaf=place,
+                advice="register its class with holdfast.register_type, or restore it with a CheckpointManager",
+            )
+        inner: dict[str, torch.Tensor] = {}
+        for name, value in saved.tensors.items():
+            nested = subclass_of(value)
+            inner[name] = (
+                self._read_whole(tree, _reference(value) or "")
+                if nested is None
+                else self._read_subclass(tree, f"{place}.{name}", nested)
+            )
+        return unflattened(kind, inner, decode(saved.context, path=place, tensor=None), saved, place, None)
 
     def _read_whole(self, tree: TreeRecord, reference: str) -> torch.Tensor:
         name = layout.leaf_name(tree.name, reference)

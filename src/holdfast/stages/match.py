@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.components import PerRank, RNGState, check_rng_state
-from holdfast.errors import CorruptCheckpointError, HoldfastError, StateMismatchError
+from holdfast.errors import CorruptCheckpointError, StateMismatchError
 from holdfast.live import (
     component_state,
     live_subclasses,
@@ -31,7 +31,7 @@ from holdfast.live import (
 from holdfast.naming import cut_at, cuts_of, kind_of, optimizer_names, scopes_in_world, unwrap
 from holdfast.records import layout
 from holdfast.records.boxes import Cut
-from holdfast.records.codec import Json, Subclass, class_name, decode, encode, subclass_of, typed
+from holdfast.records.codec import Json, Subclass, class_name, decode, subclass_of, typed
 from holdfast.records.manifest import TensorRecord, TreeRecord
 from holdfast.records.strategy import LoadStrategy
 from holdfast.records.targets import Fitted, Request
@@ -41,10 +41,13 @@ from holdfast.tensors import (
     even_shards,
     flattened,
     held_piece,
+    is_same_form,
     is_sharded,
     shares_elements,
+    stored_form,
     tensor_class,
     torch_dtype,
+    unflattened,
     whole_shape,
 )
 
@@ -490,7 +493,7 @@ class _Matcher:
 
     def _pairs(self, leaf: str, live: Subclass, saved: Subclass | None) -> dict[str, str]:
         """Which saved tensor each inner tensor of a live one takes; none where class or context are others."""
-        if saved is None or _kind(live) != _kind(saved):
+        if saved is None or not is_same_form(live, saved):
             was = "another value" if saved is None else _described(saved)
             self.fitted.mismatched.append(f"{leaf}: {was} in the checkpoint, {_described(live)} now")
             return {}
@@ -523,7 +526,7 @@ class _Matcher:
         if live is None:
             return self._new_subclass(tree, place, saved, parameter)
         tensors: dict[str, torch.Tensor] = {}
-        form = _form_of(live, tensors)
+        form = stored_form(live, tensors)
         pairs = self._pairs(place, form, saved)
         if pairs and not in_place:
             return self._new_subclass(tree, place, saved, live)
@@ -546,7 +549,7 @@ class _Matcher:
             for name, value in saved.tensors.items()
         }
         context = known.context if known is not None and same else decode(saved.context, path=place, tensor=None)
-        return _unflattened(kind, inner, context, saved, place, like)
+        return unflattened(kind, inner, context, saved, place, like)
 
     def _cannot_be_made(self, place: str, what: str) -> NoReturn:
         raise StateMismatchError(
@@ -615,11 +618,6 @@ class _Matcher:
         self.fitted.unused += [name for name in names if not self._excluded(name)]
 
 
-def _kind(subclass: Subclass) -> tuple[object, ...]:
-    """What must be the same about two tensors of a wrapper subclass for one to take the content of the other."""
-    return subclass.name, subclass.dtype, subclass.shape, subclass.context, subclass.tensors.keys()
-
-
 def _described(subclass: Subclass) -> str:
     return f"'{subclass.name}' {subclass.dtype} {list(subclass.shape)} with the context {typed(subclass.context):.300}"
 
@@ -627,54 +625,6 @@ def _described(subclass: Subclass) -> str:
 def _described_value(value: Json) -> str:
     subclass = subclass_of(value)
     return "no tensor" if subclass is None else _described(subclass)
-
-
-def _form_of(tensor: torch.Tensor, tensors: dict[str, torch.Tensor]) -> Subclass:
-    """The stored form of a live tensor of a wrapper subclass, with its inner tensors by their path."""
-
-    def note(path: str, inner: torch.Tensor) -> str:
-        tensors[path] = inner
-        return path
-
-    form = subclass_of(encode(tensor, path="live", on_tensor=note, flatten=flattened))
-    if form is None:
-        raise HoldfastError(f"a tensor of type '{type(tensor).__qualname__}' cannot be taken apart")
-    return form
-
-
-def _unflattened(
-    kind: Any,
-    inner: dict[str, torch.Tensor],
-    context: object,
-    saved: Subclass,
-    place: str,
-    like: torch.Tensor | None,
-) -> torch.Tensor:
-    """Put a tensor together, and make sure that it is what was saved: its class decides what it makes of the parts."""
-    local = like.to_local() if is_sharded(like) else None
-    shape = saved.shape if local is None else tuple(local.shape)
-    stride = saved.stride if local is None else tuple(local.stride())
-    try:
-        tensor: torch.Tensor = kind.__tensor_unflatten__(inner, context, torch.Size(shape), stride)
-        if is_sharded(like):
-            tensor = DTensor.from_local(
-                tensor,
-                like.device_mesh,
-                like.placements,
-                run_check=False,
-                shape=torch.Size(saved.shape),
-                stride=saved.stride,
-            )
-        same = _kind(_form_of(tensor, {})) == _kind(saved)
-    except HoldfastError:
-        raise
-    except Exception as error:
-        raise StateMismatchError(
-            f"a '{saved.name}' could not be made from what was saved: {type(error).__name__}: {error}", leaf=place
-        ) from error
-    if not same:
-        raise StateMismatchError(f"a '{saved.name}' that is made from what was saved is not what was saved", leaf=place)
-    return tensor
 
 
 def _device(like: torch.Tensor | None) -> torch.device:
