@@ -119,7 +119,6 @@ NEEDED = {
     "the shared values' bytes": forget_all("shared.json"),
     "a rank's values' bytes": forget_all("rank-00000.json"),
     "the manifest's bytes": forget_all("manifest.json"),
-    "the run record's bytes": forget_all("run.json"),
     "the folder before the manifest": forget_nth("step-000000002", 1),
     "the folder after the manifest": forget_nth("step-000000002", 2),
     "the run's folder": forget_all(""),

@@ -123,7 +123,7 @@ def written_to(hostile: HostileRun) -> None:
     assert steps <= {found.step for found in holdfast.checkpoints(run)}, hostile.description
 
 
-@pytest.mark.guarantee("G1")
+@pytest.mark.guarantee("G3")
 @pytest.mark.guarantee("G4")
 @pytest.mark.parametrize("kind", RECORDS)
 def test_a_damaged_record_of_any_kind_stops_no_entry_point(pristine: Path, scratch: Path, kind: str) -> None:

@@ -170,7 +170,6 @@ show(restored=restored, mark=objects.ledger.state["mark"], saved=saved, found=fo
 
 
 @needs_root
-@pytest.mark.guarantee("G1")
 def test_a_run_that_may_only_be_read_is_restored_and_a_save_says_why_not(run: Path) -> None:
     with holdfast.CheckpointManager(run, Objects(5).components()) as manager:
         manager.save(5)
