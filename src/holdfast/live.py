@@ -203,7 +203,7 @@ def _without_frozen(module: torch.nn.Module, state: Mapping[str, Any]) -> dict[s
 def load_module(name: str, module: torch.nn.Module, state: Mapping[str, Any]) -> None:
     """Give a module its state through its own `load_state_dict`, under the keys that its own `state_dict` has.
 
-    What `load_state_dict` does not know is in the live tensors already, or it would be lost without a word.
+    What `load_state_dict` does not know must be there already, or it would be lost without a word.
     """
     known: _ModelKeys | None = _model_keys.get(module)
     raw_keys = dict(zip(known.names, known.keys, strict=True)) if known is not None else {}
@@ -214,14 +214,30 @@ def load_module(name: str, module: torch.nn.Module, state: Mapping[str, Any]) ->
         vars(renamed)["_metadata"] = known.metadata
     with torch.no_grad():
         answer = _load_loosely(module, renamed)
-    for key in (clean_name(module, raw) for raw in getattr(answer, "unexpected_keys", ())):
-        if key in state and key not in own:
+    refused = [raw for raw in getattr(answer, "unexpected_keys", ()) if raw in renamed]
+    # Taken up all the same if the module gives it back: a tensor that is filled in place, or a value that was right.
+    again = module.state_dict() if refused else {}
+    for raw in refused:
+        key = clean_name(module, raw)
+        if not _is_equal(again.get(raw), renamed[raw]):
             raise StateMismatchError(
                 "load_state_dict() did not take it: a hook stores it under this name and none takes it from there",
                 component=name,
                 leaf=f"{name}.{key}",
                 advice="register a load_state_dict pre-hook that gives it the name that the module expects",
             )
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    """Whether two values of a state dict are the same, tensors bit for bit."""
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return type(one) is type(other) and bool(one == other)
+    if is_same_memory(one, other):
+        return True
+    if type(one) is not type(other) or one.dtype != other.dtype or one.shape != other.shape or is_sharded(one):
+        return False
+    bits = [value.detach().contiguous().reshape(-1).view(torch.uint8) for value in (one, other)]
+    return bool(torch.equal(bits[0], bits[1].to(bits[0].device)))
 
 
 def _takes_copies(own: torch.Tensor) -> bool:

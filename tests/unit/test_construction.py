@@ -53,6 +53,10 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "a hidden optimizer": (sam, r"'optimizer'.*'base_optimizer' is an optimizer"),
     "a subclass": (lambda: {"model": with_buffer(torch.ones(2).as_subclass(Opaque))}, r"model\.mask.*Opaque"),
     "a sparse tensor": (lambda: {"model": with_buffer(torch.eye(2).to_sparse())}, r"model\.mask.*sparse"),
+    "a nested tensor": (
+        lambda: {"model": with_buffer(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))},
+        r"model\.mask.*a nested tensor",
+    ),
     "an expanded tensor": (lambda: {"model": with_buffer(torch.ones(1).expand(3))}, r"model\.mask.*share memory"),
     "an extra state": (lambda: {"model": nn.Sequential(Extra())}, r"model\.0\._extra_state\.hook"),
     "one of each rank": (

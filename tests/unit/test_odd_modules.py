@@ -201,6 +201,30 @@ def test_state_that_load_state_dict_does_not_take_is_an_error(tmp_path: Path) ->
         manager.restore()
 
 
+class Quantized(nn.Module):
+    """Keeps tensors outside of parameters and buffers, and stores them and a constant, as 4-bit layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.absmax = torch.randn(3)
+        self.register_state_dict_post_hook(self._add)
+
+    @staticmethod
+    def _add(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        state[f"{prefix}weight.absmax"] = module.absmax
+        state[f"{prefix}weight.kind"] = torch.tensor([4, float("nan")])
+        state[f"{prefix}weight.version"] = 1
+
+
+def test_tensors_that_only_a_state_dict_shows_are_filled_in_place(tmp_path: Path) -> None:
+    first, second = Quantized(), Quantized()
+    with CheckpointManager(tmp_path, {"model": first}, rng=False) as manager:
+        manager.save(0, wait=True)
+    with CheckpointManager(tmp_path, {"model": second}, rng=False) as manager:
+        manager.restore()
+    assert torch.equal(first.absmax, second.absmax)
+
+
 def test_frozen_parameters_are_left_out_under_the_names_that_hooks_gave_them(tmp_path: Path) -> None:
     def adapter() -> nn.Module:
         torch.manual_seed(0)
