@@ -195,7 +195,15 @@ def test_a_step_that_is_none_is_refused(step: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"mode": "quick"}, {"timeout": 0}, {"timeout": "1"}, {"staging_limit_bytes": -1}, {"on_event": 3}]
+    "options",
+    [
+        {"mode": "quick"},
+        {"timeout": 0},
+        {"timeout": "1"},
+        {"staging_limit_bytes": -1},
+        {"on_event": 3},
+        {"replicas": "ignore"},
+    ],
 )
 def test_an_option_that_is_none_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=next(iter(options))):

@@ -30,6 +30,7 @@ from holdfast.policies import (
     TimeLimit,
 )
 from holdfast.records.linknames import LinkTemplate
+from holdfast.stages.plan import Replicas
 from holdfast.staging import ChosenMode
 
 YAML = """
@@ -113,8 +114,10 @@ def test_one_line_of_yaml_is_no_path() -> None:
 def test_the_defaults_are_those_of_the_manager() -> None:
     assert get_args(ChosenMode) == configuration.MODES
     assert get_args(Verify) == configuration.VERIFIES
+    assert get_args(Replicas) == configuration.REPLICAS
     manager = inspect.signature(holdfast.CheckpointManager).parameters
-    for name in ("save", "keep", "mode", "resume", "verify", "timeout", "staging_limit_bytes", "rng", "links"):
+    names = ("save", "keep", "mode", "resume", "verify", "timeout", "staging_limit_bytes", "rng", "links", "replicas")
+    for name in names:
         assert manager[name].default == getattr(CheckpointConfig(), name), name
 
 
@@ -273,6 +276,7 @@ def test_what_is_no_mapping_is_refused(data: Any) -> None:
         ("run", "", "'run' takes a path or a URL, not '' (str)"),
         ("mode", "asinc", "'mode' takes one of 'auto', 'sync', 'async', 'async_pinned', 'async_device', not 'asinc'"),
         ("resume", True, "'resume' takes one of 'auto', 'required', 'never', not True (bool)"),
+        ("replicas", "ignore", "'replicas' takes one of 'compare', 'trust', not 'ignore' (str)"),
         ("verify", "on", "'verify' takes one of 'full', 'quick', 'off', not 'on' (str)"),
         ("verify", False, 'YAML reads off as False; write "off", in quotes'),
         ("timeout", "soon", "'timeout' takes a positive number of seconds, not 'soon' (str)"),

@@ -642,6 +642,7 @@ def test_bad_arguments_are_refused_before_anything_is_made(tmp_path: Path) -> No
         ({"mode": "fast"}, "mode='fast'"),
         ({"resume": True}, "resume=True"),
         ({"verify": "half"}, "verify='half'"),
+        ({"replicas": "ignore"}, "replicas='ignore'"),
         ({"timeout": 0}, "timeout=0"),
         ({"pipeline_stage": -1}, "pipeline_stage=-1"),
         ({"assets": [tmp_path / "none"]}, "is not there"),
