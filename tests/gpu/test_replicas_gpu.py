@@ -61,9 +61,9 @@ def drift_that_begins_later(rank: int, folder: str, mode: str) -> Any:
     for step in range(1, 12):
         error = caught(lambda step=step: manager.save(step).wait())
         if error is not None:
-            return step, error
+            return step, error, caught(lambda: manager.save(20))
         torch.cuda.synchronize()
-    return None, None
+    return None, None, None
 
 
 def saves_while_the_device_is_busy(rank: int, folder: str) -> Any:
@@ -96,8 +96,9 @@ def test_a_drifted_replica_on_a_gpu_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["async", "async_pinned", "async_device"])
 def test_a_drift_on_a_gpu_that_begins_later_is_found_with_the_step_that_was_sampled(tmp_path: Path, mode: str) -> None:
     seen = values(run_ranks(2, drift_that_begins_later, str(tmp_path), mode))
-    for step, error in seen:
+    for step, error, again in seen:
         assert isinstance(error, UsageError)
+        assert isinstance(again, UsageError), "no save goes through while a difference is known"
         assert error.leaf == "model.0"
         assert f"first seen at step {step - 1}" in str(error)
         assert f"{COUNT} of 600" in str(error)
