@@ -10,7 +10,7 @@ import logging
 import time
 import uuid
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
@@ -135,7 +135,7 @@ class Checkpoint:
     def extra(self) -> Mapping[str, Any]:
         """What the save said. How a plain state dict was laid out is noted beside it, and no user's."""
         said = {key: value for key, value in self.head.extra.items() if key != STATE_DICT_NOTE}
-        return self._each_decoded("extra", said)
+        return self._each_decoded("extra", said, _tensor_in_place)
 
     @cached_property
     def config(self) -> Any:
@@ -170,12 +170,14 @@ class Checkpoint:
     def key(self, name: str) -> str:
         return layout.key(self.folder, name)
 
-    def _decoded(self, name: str, value: Any) -> Any:
-        return decode(value, path=name, tensor=None)
+    def _decoded(self, name: str, value: Any, tensor: Callable[[str], Any] | None = None) -> Any:
+        return decode(value, path=name, tensor=tensor)
 
-    def _each_decoded(self, name: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _each_decoded(
+        self, name: str, values: Mapping[str, Any], tensor: Callable[[str], Any] | None = None
+    ) -> Mapping[str, Any]:
         """Value by value: the keys are the user's own, whatever they look like."""
-        return MappingProxyType({key: self._decoded(f"{name}.{key}", value) for key, value in values.items()})
+        return MappingProxyType({key: self._decoded(f"{name}.{key}", value, tensor) for key, value in values.items()})
 
     def __repr__(self) -> str:
         return f"Checkpoint(step={self.step}, sequence={self.sequence}, path={self.path!r})"
@@ -185,6 +187,13 @@ class Checkpoint:
 
     def __hash__(self) -> int:
         return hash(self.digest)
+
+
+def _tensor_in_place(text: str) -> Any:
+    # Only who has such a tensor needs torch: the command line starts without.
+    from holdfast.tensors import tensor_of_text
+
+    return tensor_of_text(text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from holdfast.requests import (
     encoded,
     encoded_metrics,
     one_of,
+    plain_step,
 )
 from holdfast.saving import Saver
 from holdfast.stages.plan import Replicas
@@ -107,6 +108,7 @@ class AsyncCheckpointer:
         In place of an object with `state_dict` and `load_state_dict` that is a value of the state dict itself, such as
         a model, what its `state_dict()` gives now is saved, as in PyTorch."""
         self._check_open()
+        step = plain_step(step)
 
         def request() -> SaveRequest:
             components, note = _components(state_dict)

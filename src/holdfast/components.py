@@ -143,6 +143,69 @@ class Trainable:
         return f"Trainable({type(self.component).__name__})"
 
 
+def has_plain_state(component: Any) -> bool:
+    """Return whether a component is one whose state Holdfast takes itself: a dict, or a generator of torch or NumPy."""
+    if isinstance(component, dict):
+        return not callable(getattr(component, "state_dict", None))
+    import numpy
+    import torch
+
+    return isinstance(component, torch.Generator | numpy.random.Generator)
+
+
+def state_of(component: Any) -> Any:
+    """Return a component's state: its `state_dict()`, or what a dict or a generator holds."""
+    if not has_plain_state(component):
+        return component.state_dict()
+    if isinstance(component, dict):
+        return dict(component)
+    import torch
+
+    if isinstance(component, torch.Generator):
+        return {"state": component.get_state()}
+    return {"bit_generator": component.bit_generator.state}
+
+
+def load_state(component: Any, state: Any) -> None:
+    """Give a component its state: by `load_state_dict`, or, for a dict or a generator, in place."""
+    if not has_plain_state(component):
+        component.load_state_dict(state)
+        return
+    check_plain_state(component, state)
+    if isinstance(component, dict):
+        component.update(state)
+        return
+    import torch
+
+    if isinstance(component, torch.Generator):
+        component.set_state(state["state"].cpu())
+    else:
+        component.bit_generator.state = state["bit_generator"]
+
+
+def check_plain_state(component: Any, state: Any) -> None:
+    """Refuse what is no state of this dict or generator, without changing it. Tensors need not be filled yet."""
+    import torch
+
+    if isinstance(component, dict):
+        if not isinstance(state, Mapping):
+            raise StateMismatchError(f"a dict cannot take {type(state).__name__}")
+        return
+    wanted = "state" if isinstance(component, torch.Generator) else "bit_generator"
+    held = state.get(wanted) if isinstance(state, Mapping) else None
+    if isinstance(component, torch.Generator):
+        ours = component.get_state()
+        fits = isinstance(held, torch.Tensor) and (held.dtype, held.shape) == (ours.dtype, ours.shape)
+    else:
+        kind = component.bit_generator.state["bit_generator"]
+        fits = isinstance(held, Mapping) and held.get("bit_generator") == kind
+    if not fits:
+        raise StateMismatchError(
+            f"this is no state of a {type(component).__module__}.{type(component).__name__} of this kind",
+            advice="build the generator as it was when it was saved, or leave it out with skip=",
+        )
+
+
 def check_covers(components: Mapping[str, Any]) -> None:
     """Refuse a `covers` that names no component, or that goes round in a circle: nothing in there would be restored."""
     covers = {name: one.covers for name, one in components.items() if isinstance(one, PerRank)}

@@ -5,6 +5,7 @@ Knows the policies; knows neither torch nor the manager.
 
 from __future__ import annotations
 
+import copy
 import datetime
 import difflib
 import functools
@@ -99,6 +100,17 @@ class CheckpointConfig:
             if field.name not in data and field.default is MISSING and field.default_factory is MISSING:
                 raise UsageError(f"the checkpoint config has no '{field.name}'", advice=f"{cls.__name__} needs it")
         return cls(**data)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data that `from_dict` makes an equal config of, fields of a subclass included. A policy that no
+        plain data can say, such as two intervals of one kind, stays a policy."""
+        data = {field.name: copy.deepcopy(getattr(self, field.name)) for field in fields(self) if field.init}
+        data["run"] = None if self.run is None else os.fspath(self.run)
+        data["links"] = self.links.template if isinstance(self.links, LinkTemplate) else self.links
+        data["allowed_packages"] = None if self.allowed_packages is None else list(self.allowed_packages)
+        data["save"] = _plain_policy(self.save, _plain_trigger, SAVE_KEYS)
+        data["keep"] = _plain_policy(self.keep, _plain_keep, KEEP_KEYS)
+        return data
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Self:
@@ -335,6 +347,62 @@ def _time_limit(limit: Any) -> TimeLimit | None:
 def _duration(value: str | datetime.time) -> str:
     # TOML reads 03:50:00 as a time of the day.
     return value.isoformat() if isinstance(value, datetime.time) else value
+
+
+# Plain data of policies
+
+
+def _plain_policy(policy: Any, spell: Callable[[Any], tuple[str, Any]], parts: Mapping[str, _Part]) -> Any:
+    """The plain data that makes this very policy; the policy itself where there is none."""
+    data: dict[str, Any] = {}
+    for part in () if policy is None else policy.parts():
+        key, value = spell(part)
+        if key == "best" and "best" in data:
+            data["best"] = [*(data["best"] if isinstance(data["best"], list) else [data["best"]]), value]
+        elif key in parts and key not in data:
+            data[key] = value
+        else:
+            return policy
+    if policy is None:
+        return None
+    built = functools.reduce(operator.or_, [_built(key, parts[key], value) for key, value in data.items()])
+    return data if built == policy else policy
+
+
+def _plain_trigger(trigger: Any) -> tuple[str, Any]:
+    match trigger:
+        case Every():
+            return next((f"every_{name}", value) for name, value in _fields_of(trigger).items() if value is not None)
+        case At():
+            return "at", sorted(trigger.steps)
+        case OnSignal():
+            return "on_signal", list(trigger.names)
+        case OnLastStep():
+            return "on_last_step", trigger.total
+        case TimeLimit():
+            texts = {"limit": trigger.limit_seconds, "before_end": trigger.before_end_seconds}
+            whole = {name: f"{int(seconds)}s" for name, seconds in texts.items() if seconds is not None}
+            return "time_limit", whole
+    return "", None
+
+
+def _plain_keep(policy: Any) -> tuple[str, Any]:
+    match policy:
+        case KeepLast():
+            return "last", policy.n
+        case KeepBest():
+            return "best", {"metric": policy.metric, "n": policy.n, "mode": policy.mode}
+        case KeepEvery():
+            return next((f"every_{name}", value) for name, value in _fields_of(policy).items() if value is not None)
+        case KeepTagged():
+            return "tagged", True
+        case KeepAll():
+            return "all", True
+    return "", None
+
+
+def _fields_of(policy: Any) -> dict[str, Any]:
+    return {field.name: getattr(policy, field.name) for field in fields(policy)}
 
 
 # Keys

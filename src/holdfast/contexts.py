@@ -39,7 +39,7 @@ class SaveContext:
     wait: bool = False
 
     def __post_init__(self) -> None:
-        check_step(self.step)
+        object.__setattr__(self, "step", check_step(self.step))
         _check_state(self.state)
         check_metrics(self.metrics)
         for name in ("progress", "extra", "guards"):
@@ -100,7 +100,9 @@ class LoadContext:
 
     def _check_source(self) -> None:
         try:
-            parse_selector(self.selector)
+            chosen = parse_selector(self.selector)
+            if not isinstance(self.selector, str):
+                object.__setattr__(self, "selector", chosen.step)
         except UsageError as error:
             raise UsageError(error.problem, advice=f"{error.advice}; another run is named by source=") from None
         if self.source is None:
@@ -135,7 +137,9 @@ class LoadContext:
                 f"purpose='{self.purpose}' takes weights, and the strategy takes optimizers",
                 advice="use LoadStrategy.weights_only(...), or purpose='warm_start'",
             )
-        unknown = [] if self.state is None else [name for name in strategy.named() if name not in self.state]
+        # What `skip` names may be in the checkpoint alone, which is known when it is loaded.
+        named = [name for name in strategy.named() if name not in strategy.skip]
+        unknown = [] if self.state is None else [name for name in named if name not in self.state]
         if unknown:
             raise UsageError(
                 f"the strategy names '{unknown[0]}', which is not in the context's state",

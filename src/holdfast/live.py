@@ -17,7 +17,7 @@ import torch
 from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils.weak import WeakIdKeyDictionary
 
-from holdfast.components import RNGState, Shared, Trainable
+from holdfast.components import RNGState, Shared, Trainable, load_state, state_of
 from holdfast.errors import StateMismatchError, UsageError
 from holdfast.loaders import shield_random_state
 from holdfast.naming import clean_name, has_torch_layout, kind_of, optimizer_names, parameter_names, unwrap
@@ -135,7 +135,7 @@ def component_state(name: str, component: Any, components: Mapping[str, Any]) ->
         return _without_frozen(inner, state) if isinstance(component, Trainable) else state
     if kind == "optimizer":
         return _optimizer_state(name, inner, optimizer_names(inner, components, name))
-    return inner.state_dict()
+    return state_of(inner)
 
 
 def _model_state(name: str, module: torch.nn.Module) -> dict[str, Any]:
@@ -350,7 +350,7 @@ def load_values(name: str, component: Any, state: Callable[[], Any]) -> None:
     `state` makes the state anew at each call: an optimizer may take what it is given apart.
     """
     if not isinstance(component, torch.optim.Optimizer):
-        component.load_state_dict(state())
+        load_state(component, state())
     elif not has_torch_layout(name, component):
         _load_own_layout(name, component, state)
     else:

@@ -30,7 +30,6 @@ from holdfast.naming import cuts_of, follow_models, kind_of, refuse_flat_paramet
 from holdfast.pacing import Pace
 from holdfast.policies import KeepPolicy, Trigger
 from holdfast.ranks import on_leader, torch_ranks
-from holdfast.records.codec import encode
 from holdfast.records.events import Event
 from holdfast.records.layout import check_component_name, check_step
 from holdfast.records.linknames import LinkTemplate
@@ -48,8 +47,10 @@ from holdfast.requests import (
     check_metrics,
     check_timeout,
     encoded,
+    encoded_config,
     encoded_metrics,
     one_of,
+    plain_step,
 )
 from holdfast.saving import Saver
 from holdfast.stages.plan import Replicas
@@ -79,9 +80,9 @@ class RestoreResult:
     resumed: bool
     step: int | None = None
     next_step: int = 0
-    progress: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    metrics: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    extra: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    progress: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
     config: Any = None
     checkpoint: Checkpoint | None = None
     restored: tuple[str, ...] = ()
@@ -169,7 +170,7 @@ class CheckpointManager:
             _check_policies(save, keep)
             self._links = _checked_links(links)
             self._components = follow_models(_checked_components(state, rng), pipeline_stage=pipeline_stage)
-            self._config = encode(config, path="config", on_tensor=None)
+            self._config = encoded_config(config)
             self._assets = _checked_assets(assets) if self._ranks.rank == 0 else ()
             self._ranking = keep.metrics if keep is not None else ()
             self._catalog = Catalog(storage_for(run, storage), ranking=self._ranking)
@@ -262,7 +263,8 @@ class CheckpointManager:
         done by now.
         """
         self._check_open()
-        wish = self._pace.ask(check_step(step), check_epoch(epoch))
+        step = check_step(step)
+        wish = self._pace.ask(step, check_epoch(epoch))
         said: dict[str, Any] = {"metrics": metrics, "progress": progress, "extra": extra, "guards": guards}
         if wish.stop and self._pace.must_save_to_stop:
             self._save_and_stop(step, wish.reasons, epoch=epoch, **said)
@@ -331,6 +333,7 @@ class CheckpointManager:
         again: bool = False,
     ) -> SaveHandle:
         self._check_open()
+        step = plain_step(step)
 
         def request() -> SaveRequest:
             self._reports.settle()
@@ -527,6 +530,7 @@ class CheckpointManager:
         when there is no such checkpoint; it may have been removed. While the save of the step is pending they are kept
         and written when it is committed; if that fails again and again, the next call raises it."""
         self._check_open()
+        step = plain_step(step)
         said = self._on_all("report", lambda: (check_step(step), _reported(metrics))[1], same=repr(step))
         return on_leader(self._ranks, f"report of step {step}", lambda: self._report(step, said), returns=bool)
 
@@ -736,9 +740,9 @@ class CheckpointManager:
             resumed=True,
             step=checkpoint.step,
             next_step=checkpoint.step + 1,
-            progress=checkpoint.progress,
-            metrics=checkpoint.metrics,
-            extra=checkpoint.extra,
+            progress=dict(checkpoint.progress),
+            metrics=dict(checkpoint.metrics),
+            extra=dict(checkpoint.extra),
             **parts,
         )
 

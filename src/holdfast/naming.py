@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from holdfast.components import PerRank, RNGState, Sharded, Shared, Trainable
+from holdfast.components import PerRank, RNGState, Sharded, Shared, Trainable, has_plain_state
 from holdfast.errors import UsageError
 from holdfast.records.boxes import Cut
 from holdfast.records.layout import rank_scope, stage_scope
@@ -358,12 +358,15 @@ def clean_name(module: torch.nn.Module, raw: str) -> str:
 
 
 def _require_state(name: str, component: Any) -> None:
+    if has_plain_state(component):
+        return
     missing = [method for method in ("state_dict", "load_state_dict") if not callable(getattr(component, method, None))]
     if missing:
         raise UsageError(
             f"a component of type '{type(component).__module__}.{type(component).__qualname__}' has no {missing[0]}()",
             component=name,
-            advice="give it state_dict() and load_state_dict(), or pass plain values with extra= or progress=",
+            advice="give it state_dict() and load_state_dict(), make it a dict, or pass plain values with extra= or "
+            "progress=",
         )
 
 

@@ -21,7 +21,7 @@ from operator import attrgetter
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
 from holdfast.errors import UsageError
-from holdfast.records.layout import MAX_STEP, check_step
+from holdfast.records.layout import MAX_STEP, as_integer, check_step
 
 __all__ = [
     "AnyOf",
@@ -53,7 +53,7 @@ _Part = TypeVar("_Part")
 _NUMBER = (int, float)
 _CAUGHT_BY_NOBODY = ("SIGKILL", "SIGSTOP")
 _USUAL_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
-_CLOCK = re.compile(r"(?:([0-9]{1,6})-)?([0-9]{1,9}):([0-5][0-9]):([0-5][0-9])", re.ASCII)
+_CLOCK = re.compile(r"(?:([0-9]{1,6})[-:])?([0-9]{1,9}):([0-5][0-9]):([0-5][0-9])", re.ASCII)
 _UNITS = re.compile(r"(?:([0-9]{1,9})d)?(?:([0-9]{1,9})h)?(?:([0-9]{1,9})m)?(?:([0-9]{1,9})s)?", re.ASCII)
 
 
@@ -168,8 +168,10 @@ class At(Trigger):
 
     def __init__(self, *steps: int | Iterable[int]) -> None:
         given: Iterable[object] = steps
-        if len(steps) == 1 and isinstance(steps[0], Iterable) and not isinstance(steps[0], str | bytes):
-            given = steps[0]
+        one = steps[0] if len(steps) == 1 else None
+        # A tensor of one integer is a step, though torch calls every tensor iterable.
+        if isinstance(one, Iterable) and not isinstance(one, str | bytes) and as_integer(one) is None:
+            given = one
         _set(self, steps=frozenset(check_step(step) for step in given))
         if not self.steps:
             raise UsageError("At() names no step", advice="give it steps, such as At(100, 1000)")
@@ -591,8 +593,8 @@ def _seconds(what: str, duration: object) -> float:
     if seconds is None:
         raise UsageError(
             f"TimeLimit({what}={_shown(duration)}) is no time that passes",
-            advice="write '03:50:00', '1-12:00:00' with days in front, '3h50m', '90m' or '45s'; or give a positive "
-            "number of seconds, or a timedelta",
+            advice="write '03:50:00', '1-12:00:00' or, as DD:HH:MM:SS, '1:12:00:00' with days in front, '3h50m', '90m' "
+            "or '45s'; or give a positive number of seconds, or a timedelta",
         )
     return seconds
 

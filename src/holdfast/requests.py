@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy
 import torch
 
 from holdfast.errors import UsageError
-from holdfast.records.codec import Json, encode
+from holdfast.records.codec import MAX_DEPTH, Json, encode, is_registered
 from holdfast.records.facts import STATE_DICT_NOTE
+from holdfast.records.layout import as_integer
+from holdfast.tensors import inline_text
 
 __all__ = [
     "agree_on",
@@ -22,8 +28,10 @@ __all__ = [
     "check_metrics",
     "check_timeout",
     "encoded",
+    "encoded_config",
     "encoded_metrics",
     "one_of",
+    "plain_step",
 ]
 
 
@@ -33,9 +41,46 @@ def check_timeout(timeout: object) -> None:
 
 
 def check_epoch(epoch: object) -> int | None:
-    if epoch is not None and (isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0):
+    number = None if epoch is None else as_integer(epoch)
+    if epoch is not None and (number is None or number < 0):
         raise UsageError(f"epoch={epoch!r:.40}", advice="give the number of epochs that are done, an int from 0 on")
-    return epoch
+    return number
+
+
+def plain_step(step: Any) -> Any:
+    """Return a step as an int where it is one. What is not is refused later, where all ranks are told."""
+    number = as_integer(step)
+    return step if number is None else number
+
+
+def encoded_config(config: Any) -> Json:
+    """Return the stored form of a configuration: of a dataclass, a namespace, any mapping or sequence, or an object
+    with `to_dict`, its content."""
+    return encode(_plain_config(config, 0), path="config", on_tensor=None)
+
+
+def _plain_config(value: Any, depth: int) -> Any:
+    # Deeper than the codec goes: that is where a config that contains itself is refused.
+    if depth > MAX_DEPTH + 1 or isinstance(value, str | bytes | torch.Tensor | numpy.ndarray | type):
+        return value
+    inner = partial(_plain_config, depth=depth + 1)
+    if type(value) in (OrderedDict, defaultdict):
+        return value
+    if isinstance(value, Mapping):
+        return {key: inner(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(inner, value))
+    if isinstance(value, argparse.Namespace):
+        return {key: inner(item) for key, item in vars(value).items()}
+    if is_registered(type(value)):
+        return value
+    if dataclasses.is_dataclass(value):
+        return {part.name: inner(getattr(value, part.name)) for part in dataclasses.fields(value)}
+    if callable(getattr(value, "to_dict", None)):
+        return inner(value.to_dict())
+    if isinstance(value, Sequence) and not isinstance(value, tuple | range):
+        return [inner(item) for item in value]
+    return value
 
 
 def check_limit(limit: object) -> None:
@@ -57,7 +102,10 @@ def encoded(name: str, values: Mapping[str, Any] | None) -> dict[str, Json]:
             f"extra has the key '{STATE_DICT_NOTE}', under which Holdfast notes how a plain state dict was laid out",
             advice="use another key",
         )
-    return {key: encode(value, path=f"{name}.{key}", on_tensor=None) for key, value in values.items()}
+    in_place = inline_text if name == "extra" else None
+    return {
+        key: encode(value, path=f"{name}.{key}", on_tensor=in_place, in_state=False) for key, value in values.items()
+    }
 
 
 def _check_keys(name: str, values: object) -> None:

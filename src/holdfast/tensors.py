@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import ctypes
+import math
 import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -13,8 +15,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import UninitializedTensorMixin
 
-from holdfast.errors import HoldfastError, StateMismatchError, UsageError
-from holdfast.records.boxes import Box, Cut, strides_of, whole
+from holdfast.errors import CorruptCheckpointError, HoldfastError, StateMismatchError, UsageError
+from holdfast.records.boxes import MAX_DIMENSIONS, Box, Cut, strides_of, whole
 from holdfast.records.codec import Flattened, Subclass, encode, registered_tensor, subclass_of
 from holdfast.records.dtypes import ELEMENT_TYPES
 from holdfast.records.files import HostMemory, Pieces
@@ -26,6 +28,40 @@ if sys.byteorder != "little":
 _TORCH_DTYPES = {name: getattr(torch, name) for name in ELEMENT_TYPES if hasattr(torch, name)}
 _DTYPE_NAMES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+MAX_INLINE_BYTES = 1 << 20
+
+
+def inline_text(path: str, tensor: torch.Tensor) -> str:
+    """Return a small tensor as a text that holds all of it: `data:DTYPE:SHAPE:BASE64`."""
+    check_storable(tensor, component="", leaf=path)
+    if isinstance(tensor, DTensor) or tensor.nbytes > MAX_INLINE_BYTES:
+        what = "a DTensor" if isinstance(tensor, DTensor) else f"a tensor of {tensor.nbytes:,} bytes"
+        raise UsageError(
+            f"{what} cannot be stored in place",
+            leaf=path,
+            advice=f"tensors up to {MAX_INLINE_BYTES:,} bytes can; make a larger one a component, such as a dict",
+        )
+    dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    shape = ",".join(map(str, dense.shape))
+    return f"data:{dtype_name(dense)}:{shape}:{base64.b64encode(bytes(memory_of(dense))).decode()}"
+
+
+def tensor_of_text(text: str) -> torch.Tensor:
+    """Return the tensor that `inline_text` wrote down. Any other text is a CorruptCheckpointError."""
+    try:
+        front, dtype, shape, data = text.split(":")
+        sizes = [int(size) for size in shape.split(",") if size]
+        raw = bytearray(base64.b64decode(data, validate=True))
+        expected = math.prod(sizes) * torch_dtype(dtype).itemsize
+        if front != "data" or len(sizes) > MAX_DIMENSIONS or min(sizes, default=0) < 0 or len(raw) != expected:
+            raise ValueError(f"{len(raw)} bytes for {dtype} {sizes}")
+    except (ValueError, UsageError) as error:
+        raise CorruptCheckpointError(f"not a tensor that is stored in place: {text[:80]!r} ({error})") from None
+    if not raw:
+        return torch.empty(sizes, dtype=torch_dtype(dtype))
+    return torch.frombuffer(raw, dtype=torch.uint8).view(torch_dtype(dtype)).reshape(sizes).clone()
 
 
 def torch_dtype(name: str) -> torch.dtype:

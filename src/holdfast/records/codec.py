@@ -151,6 +151,7 @@ def encode(
     path: str,
     on_tensor: Callable[[str, Any], str] | None,
     flatten: Callable[[Any], Flattened | None] | None = None,
+    in_state: bool | None = None,
 ) -> Json:
     """The stored form of `value`, which stands at the dotted name `path`.
 
@@ -158,9 +159,10 @@ def encode(
     store. Two tensors can have the same dotted name, `{"a.b": x, "a": {"b": y}}`: it is the callback that tells them
     apart. Without a callback a tensor is a UsageError, and a numpy array is stored in place whatever its size: so it
     is for what a caller passes beside the state, such as a config. `flatten` takes a tensor of a wrapper subclass
-    apart, and gives None for one that is stored as it is.
+    apart, and gives None for one that is stored as it is. `in_state` is False for values beside the state that may hold
+    tensors all the same.
     """
-    encoder = _Encoder(on_tensor, in_state=on_tensor is not None, flatten=flatten)
+    encoder = _Encoder(on_tensor, in_state=on_tensor is not None if in_state is None else in_state, flatten=flatten)
     return encoder.handlers[type(value)](encoder, value, _ROOT, path)
 
 
@@ -186,6 +188,11 @@ def subclass_of(value: Json) -> Subclass | None:
     if not isinstance(value, dict) or value.keys() != {"$subclass"}:
         return None
     return _subclass(value["$subclass"], _ROOT, "")
+
+
+def is_registered(kind: type) -> bool:
+    """Return whether a class was registered with `register_type`."""
+    return kind in _registered
 
 
 def plain(value: Json) -> Json:
@@ -675,7 +682,8 @@ def _encode_array(encoder: _Encoder, value: Any, parent: _Place, key: object) ->
     dtype = value.dtype.str
     if not _is_portable(value.dtype):
         raise _unstorable(encoder, value, parent, key, f" with the dtype {value.dtype}")
-    if value.nbytes <= MAX_INLINE_ARRAY_BYTES or encoder.on_tensor is None or value.dtype.kind not in _TORCH_KINDS:
+    inline = value.nbytes <= MAX_INLINE_ARRAY_BYTES or value.dtype.kind not in _TORCH_KINDS
+    if inline or encoder.on_tensor is None or not encoder.in_state:
         return {"$ndarray": {"dtype": dtype, "shape": list(value.shape), "data": _base64(value.tobytes())}}
     return {"$ndarray": {"dtype": dtype, "tensor": encoder.on_tensor(_dotted(parent, key), _torch_tensor(value))}}
 
@@ -1492,7 +1500,9 @@ def _plain_timedelta(value: Any, depth: int) -> Json:
 
 
 def _plain_tensor(value: Any, depth: int) -> Json:
-    return f"<tensor {_string(value, _ROOT, '')}>"
+    name = _string(value, _ROOT, "")
+    # A tensor that stands in place: its type and shape, not its bytes.
+    return f"<tensor {name.rpartition(':')[0] if name.startswith('data:') else name}>"
 
 
 def _plain_subclass(value: Any, depth: int) -> Json:

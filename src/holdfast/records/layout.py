@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterable
 from typing import NamedTuple, Self
@@ -89,14 +90,29 @@ def parse_folder(name: str) -> FolderName | None:
 
 
 def check_step(step: object) -> int:
-    """The step as it is, or a UsageError that says what a step may be."""
-    if isinstance(step, bool) or not isinstance(step, int):
+    """Return the step as an int, from anything that is an integer, or raise a UsageError that says what one may be."""
+    number = as_integer(step)
+    if number is None:
         raise UsageError(f"a step is an int, not {type(step).__name__} ({step!r})", advice="pass int(step)")
-    if not 0 <= step <= MAX_STEP:
+    if not 0 <= number <= MAX_STEP:
         # Python refuses to write a number of thousands of digits.
-        shown = step if step.bit_length() <= 128 else f"a number of {step.bit_length()} bits"
+        shown = number if number.bit_length() <= 128 else f"a number of {number.bit_length()} bits"
         raise UsageError(f"a step lies between 0 and 2**63 - 1, and is not {shown}")
-    return step
+    return number
+
+
+def as_integer(value: object) -> int | None:
+    """Return an int for what Python takes for an integer, such as one of NumPy or a tensor of one integer; None for
+    anything else, truth values included."""
+    if type(value) is int:
+        return value
+    # NumPy and torch have truth values of their own.
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        return None
 
 
 def tensor_file(rank: int, part: int = 0) -> str:

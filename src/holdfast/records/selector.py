@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from holdfast.errors import UsageError
-from holdfast.records.layout import MAX_STEP, check_step, parse_folder
+from holdfast.records.layout import MAX_STEP, as_integer, check_step, parse_folder
 
 Kind = Literal["latest", "best", "step", "tag", "folder"]
 Mode = Literal["min", "max"]
@@ -49,9 +49,9 @@ class Selector:
 
 def parse_selector(text: str | int) -> Selector:
     """Read a selector, or raise a UsageError that shows what one looks like."""
-    if isinstance(text, bool) or not isinstance(text, str | int):
-        raise _unreadable(text)
-    if isinstance(text, int):
+    if not isinstance(text, str):
+        if as_integer(text) is None:
+            raise _unreadable(text)
         return Selector("step", step=check_step(text))
     spelled = text
     if spelled == "latest":

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.lr_scheduler import LRScheduler
 
-from holdfast.components import PerRank, RNGState, check_rng_state
+from holdfast.components import PerRank, RNGState, check_plain_state, check_rng_state, has_plain_state, load_state
 from holdfast.errors import CorruptCheckpointError, StateMismatchError
 from holdfast.live import (
     component_state,
@@ -210,7 +210,8 @@ class _Matcher:
         kind = type(unwrap(self.component))
         if not self.strategy.strict or tree.type in ("", *(base.__name__ for base in kind.__mro__)):
             return True
-        if not issubclass(kind, LRScheduler) and not kind.load_state_dict.__module__.startswith("torch."):
+        theirs = getattr(getattr(kind, "load_state_dict", None), "__module__", "")
+        if not issubclass(kind, LRScheduler) and not theirs.startswith("torch."):
             return True
         self.fitted.mismatched.append(
             f"{tree.name}: state of {tree.type} in the checkpoint, {kind.__name__} now; skip=('{tree.component}',) "
@@ -322,7 +323,24 @@ class _Matcher:
             # It is taken up last, when everything else has changed: what is wrong with it must be known before. Its
             # tensors are not filled yet, so only the rest can be looked at.
             check_rng_state(state.preview)
-        self.fitted.take_up = partial(load_values, self.fitted.component, unwrap(self.component), state.value)
+        inner = unwrap(self.component)
+        if not has_plain_state(inner):
+            self.fitted.take_up = partial(load_values, self.fitted.component, inner, state.value)
+            return
+        try:
+            check_plain_state(inner, state.preview)
+        except StateMismatchError as error:
+            raise error.at(component=self.fitted.component) from None
+        keys = self._common_keys(tree, inner, state.preview) if isinstance(inner, dict) else None
+        self.fitted.take_up = lambda: load_state(inner, _only(state.value(), keys))
+
+    def _common_keys(self, tree: TreeRecord, live: Mapping[Any, Any], saved: Mapping[Any, Any]) -> Set[Any] | None:
+        """The keys of a dict that both sides have. One that is empty takes all."""
+        if not live:
+            return None
+        self.fitted.missing += [layout.leaf_name(tree.name, str(key)) for key in live if key not in saved]
+        self._note_unused(tree, [str(key) for key in saved if key not in live])
+        return live.keys() & saved.keys()
 
     def match_world(self, trees: Sequence[TreeRecord], index: int, count: int) -> None:
         states = [self._decode(tree, self.saved.values(tree), "") for tree in trees]
@@ -707,6 +725,10 @@ def _is_optimizer_state(state: Any) -> bool:
     if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
         return False
     return isinstance(state.get("step", 0), torch.Tensor | int | float)
+
+
+def _only(state: Any, keys: Set[Any] | None) -> Any:
+    return state if keys is None else {key: value for key, value in state.items() if key in keys}
 
 
 def _references(values: Json) -> Iterator[str]:
