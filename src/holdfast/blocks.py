@@ -147,8 +147,10 @@ def _require_metrics(keep: KeepPolicy, catalog: Catalog) -> None:
 def build_train_state(components: Mapping[str, Any]) -> dict[str, Any]:
     """The state of every component as nested dicts, tensors still the live ones, in the form that is stored."""
     from holdfast.live import component_state
+    from holdfast.naming import random_state_last
 
-    return {name: component_state(name, component, components) for name, component in components.items()}
+    taken = {name: component_state(name, one, components) for name, one in random_state_last(components)}
+    return {name: taken[name] for name in components}
 
 
 def restore_train_state(components: Mapping[str, Any], train_state: Mapping[str, Any]) -> None:

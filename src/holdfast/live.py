@@ -17,10 +17,18 @@ import torch
 from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils.weak import WeakIdKeyDictionary
 
-from holdfast.components import RNGState, Shared, Trainable, load_state, state_of
+from holdfast.components import Shared, Trainable, load_state, state_of
 from holdfast.errors import StateMismatchError, UsageError
 from holdfast.loaders import shield_random_state
-from holdfast.naming import clean_name, has_torch_layout, kind_of, optimizer_names, parameter_names, unwrap
+from holdfast.naming import (
+    clean_name,
+    has_torch_layout,
+    kind_of,
+    optimizer_names,
+    parameter_names,
+    random_state_last,
+    unwrap,
+)
 from holdfast.records import layout
 from holdfast.records.codec import encode
 from holdfast.records.state import CapturedTree
@@ -443,10 +451,10 @@ def restore_state(components: Mapping[str, Any], train_state: Mapping[str, Any])
     unexpected = [name for name in train_state if name not in components]
     if missing or unexpected:
         raise StateMismatchError("state and components do not fit together", missing=missing, unexpected=unexpected)
-    acts = [(name, _restoring(name, components, train_state[name])) for name in components]
-    for name, act in sorted(acts, key=lambda pair: isinstance(unwrap(components[pair[0]]), RNGState)):
-        act()
-        shield_random_state(unwrap(components[name]))
+    acts = {name: _restoring(name, components, train_state[name]) for name in components}
+    for name, component in random_state_last(components):
+        acts[name]()
+        shield_random_state(unwrap(component))
 
 
 def _restoring(name: str, components: Mapping[str, Any], state: Any) -> Callable[[], None]:

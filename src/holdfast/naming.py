@@ -32,6 +32,15 @@ def unwrap(component: Any) -> Any:
     return component.component if isinstance(component, PerRank | Shared | Sharded | Trainable) else component
 
 
+def random_state_last(components: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The components in the order in which state is taken or given back.
+
+    The random state comes last, because the others may draw from it: a loader that has no iterator yet does so when it
+    is asked for its state.
+    """
+    return sorted(components.items(), key=lambda item: isinstance(unwrap(item[1]), RNGState))
+
+
 def kind_of(name: str, component: Any) -> TreeKind:
     """What a component is, or a UsageError for something that has no state to keep."""
     inner = unwrap(component)

@@ -172,3 +172,31 @@ def test_state_that_is_given_back_without_a_manager_is_taken_up_without_a_draw()
     expected = torch.get_rng_state()
     assert torch.equal(next(iter(second.loader)), next(batches))
     assert torch.equal(torch.get_rng_state(), expected)
+
+
+@pytest.mark.guarantee("G8")
+@pytest.mark.parametrize("where", ["in front of the loader", "behind it", "attached before it"])
+def test_a_save_before_the_first_batch_resumes_exactly_wherever_the_random_state_stands(
+    where: str, tmp_path: Path
+) -> None:
+    """Asked for its state before the first batch, a loader builds its iterator and draws a seed, inside of the save."""
+
+    def opened(training: Training) -> holdfast.CheckpointManager:
+        state: dict[str, Any] = dict(training.state)
+        if where == "in front of the loader":
+            state = {"random": holdfast.RNGState(), **state}
+        loader = state.pop("loader") if where == "attached before it" else None
+        manager = holdfast.CheckpointManager(tmp_path / "run", state, mode="sync")
+        if loader is not None:
+            manager.attach("loader", loader)
+        return manager
+
+    first, second = Training(0, 1), Training(0, 1)
+    torch.manual_seed(5)
+    with opened(first) as manager:
+        manager.save(0)
+        uninterrupted = first.train(0, manager, -1)
+    torch.manual_seed(31337)
+    with opened(second) as manager:
+        manager.restore()
+        assert second.train(0, manager, -1) == uninterrupted

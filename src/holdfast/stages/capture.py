@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from holdfast.components import Trainable
 from holdfast.errors import UsageError
 from holdfast.live import component_state, tree_of
-from holdfast.naming import cut_at, cuts_of, parameter_names, scope_of
+from holdfast.naming import cut_at, cuts_of, parameter_names, random_state_last, scope_of
 from holdfast.recall import Remembered, remember
 from holdfast.records import layout
 from holdfast.records.boxes import Cut, whole
@@ -100,7 +100,7 @@ class Capturer:
         parts: list[tuple[PartEntry, ...]] = []
         memory: list[torch.Tensor] = []
         meshes: set[MeshRecord] = set()
-        for index, (name, component) in enumerate(components.items()):
+        for index, (name, component) in enumerate(random_state_last(components)):
             scope = scope_of(component, rank=rank, size=size, pipeline_stage=pipeline_stage)
             tree, known = self._take(index, name, component, components, scope)
             trees.append(tree)
