@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from tests.crash import block_log
@@ -27,8 +28,9 @@ _MEBIBYTE = 1 << 20
 _CHUNK_BYTES = 1 << 16
 # What a disk writes whole or not at all. File systems count on it: half a superblock could not be mounted.
 _SECTOR_BYTES = 4096
-_SYNC_ALL_SECONDS = 30.0
+_EXIT_SECONDS = 30.0
 READ_ONLY = 1
+_DETACH = 2
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ FILE_SYSTEMS = {
 }
 
 
+@cache
 def why_not(kind: FileSystem) -> str:
     """Return what is missing here for images of this kind, or an empty text."""
     if os.geteuid() != 0:
@@ -67,16 +70,13 @@ _SYSTEM_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 def _why_no_mount(kind: FileSystem) -> str:
     """Try it once: a container may have the devices and not the right to use them."""
-    with ExitStack() as stack:
-        folder = stack.enter_context(scratch())
+    with scratch() as folder:
         try:
-            image = make_image(kind, folder / "probe")
-            (folder / "mounted").mkdir()
-            device = stack.enter_context(loop_device(image))
-            stack.enter_context(mounted(kind, device, folder / "mounted"))
+            with recording([kind], folder):
+                return ""
         except (OSError, subprocess.CalledProcessError) as error:
-            return f"a loop device of {kind.name} cannot be mounted: {error}"
-    return ""
+            detail = getattr(error, "stderr", "") or error
+            return f"an image of {kind.name} cannot be mounted: {detail}".strip()
 
 
 @contextmanager
@@ -115,7 +115,16 @@ def mounted(kind: FileSystem, device: str, folder: Path, *, flags: int = 0) -> I
     try:
         yield folder
     finally:
+        _unmount(folder)
+
+
+def _unmount(folder: Path) -> None:
+    try:
         _call("umount2", os.fsencode(folder), 0)
+    except OSError:
+        # Somebody still uses it, which is an error; but what failed here must not stay mounted.
+        _call("umount2", os.fsencode(folder), _DETACH)
+        raise
 
 
 def _call(name: str, *arguments: object) -> None:
@@ -185,8 +194,8 @@ def _served(recorded: Recording) -> Iterator[list[Path]]:
         try:
             yield [mount / str(number) for number in range(len(live))]
         finally:
-            _call("umount2", os.fsencode(mount), 0)
-            server.wait(_SYNC_ALL_SECONDS)
+            _unmount(mount)
+            server.wait(_EXIT_SECONDS)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,10 @@ KINDS = list(FILE_SYSTEMS)
 @pytest.fixture(scope="module")
 def kinds() -> list[FileSystem]:
     """The file systems that can be made and mounted here."""
-    return [kind for kind in FILE_SYSTEMS.values() if not why_not(kind)]
+    usable = [kind for kind in FILE_SYSTEMS.values() if not why_not(kind)]
+    if not usable:
+        pytest.skip("; ".join(sorted({why_not(kind) for kind in FILE_SYSTEMS.values()})))
+    return usable
 
 
 @pytest.fixture(scope="module")
