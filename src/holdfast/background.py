@@ -68,6 +68,7 @@ class PendingSave:
         self.written_bytes: Callable[[], int] = lambda: 0
         self.error: HoldfastError | None = None
         self.heard = False
+        self.starts_writer = False
         self.checkpoint: Checkpoint | None = None
         self.phases: dict[str, float] = {}
         self.started = time.monotonic()

@@ -66,6 +66,9 @@ _PARTING_SECONDS = 5.0
 _LONGEST_SECONDS = 1e9
 _LOOK_SECONDS = 0.1
 _REMEMBERED_EVENTS = 256
+_NOTABLE_SECONDS = 0.1
+_NOTABLE_SHARE = 0.1
+_WAITS_IN_A_ROW = 3
 
 
 def save(request: SaveRequest, catalog: Catalog, ranks: Ranks) -> Saved:
@@ -126,7 +129,7 @@ class Saver:
         self._backstage = Backstage()
         self._pending: PendingSave | None = None
         self._jobs = 0
-        self._warned = False
+        self._waits = Waits()
         self._hooks: dict[int, Any] = {}
         self._owner = os.getpid()
         # One that is dropped without being closed: its writer sees the end of the line, and this thread hears it here.
@@ -256,20 +259,22 @@ class Saver:
         """One save at a time. Gives the seconds that were spent on it."""
         previous = self._pending
         if previous is None or previous.done():
+            self._waits.in_a_row = 0
             return 0.0
         begin = time.monotonic()
         self.drain()
         waited = time.monotonic() - begin
-        if not self._warned and self._ranks.rank == 0:
-            self._warned = True
+        between = begin - previous.started
+        if self._waits.is_to_be_warned_of(waited, between, at_start=previous.starts_writer) and self._ranks.rank == 0:
             logger.warning(
-                "the save of step %d waited %.2f s for the one of step %d, which took %.2f s, %.2f s after it began; "
-                "save less often, or to a faster disk",
+                "saves take longer than the time between them: the save of step %d waited %.2f s for the save of step "
+                "%d, which took %.2f s and had begun %.2f s before, and so did the saves before it; save less often, "
+                "or to faster storage",
                 step,
                 waited,
                 previous.step,
                 previous.seconds,
-                begin - previous.started,
+                between,
             )
         return waited
 
@@ -538,6 +543,7 @@ class Saver:
         mode = self._mode_for(memory)
         plain = self._plain_files(work, mine.duty)
         self._part_with_dead_writer()
+        pending.starts_writer = self._writer is None
         arena, images = self._stager.arrange(mine.files, plain)
         writer = self._writer_for(arena, Layout(mine.number, images, self._listing()))
         arena.begin()
@@ -696,6 +702,24 @@ class Saver:
         if behind is not None:
             with contextlib.suppress(Exception):
                 behind.part(_PARTING_SECONDS)
+
+
+@dataclass(slots=True)
+class Waits:
+    """How often saves have waited for the one before, in a row. One warning is enough for a run."""
+
+    in_a_row: int = 0
+    warned: bool = False
+
+    def is_to_be_warned_of(self, waited_seconds: float, between_seconds: float, *, at_start: bool) -> bool:
+        """Return whether this wait is one that recurs and takes a notable part of the training's time. A wait for the
+        save that started the writer process (`at_start`) does not count: the start is most of it."""
+        notable = waited_seconds >= max(_NOTABLE_SECONDS, _NOTABLE_SHARE * (waited_seconds + between_seconds))
+        self.in_a_row = self.in_a_row + 1 if notable and not at_start else 0
+        if self.warned or self.in_a_row < _WAITS_IN_A_ROW:
+            return False
+        self.warned = True
+        return True
 
 
 @dataclass(frozen=True, slots=True)
