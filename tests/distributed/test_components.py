@@ -135,6 +135,16 @@ def a_component_that_cannot_adapt(rank: int, folder: Path) -> Any:
 # Late and covered
 
 
+def models_with_nothing_in_common(rank: int, folder: Path) -> Any:
+    """Each rank holds a part of one model, as pipeline ranks do."""
+    manager_of(folder, {"model": nn.ModuleDict({f"part{rank}": nn.Linear(2, 2)})}).save(1)
+    loose = holdfast.LoadStrategy(strict=False)
+    name = f"part{rank}" if rank == 1 else "other"
+    some = manager_of(folder, {"model": nn.ModuleDict({name: nn.Linear(2, 2)})}).restore(strategy=loose)
+    none = manager_of(folder, {"model": nn.ModuleDict({f"other{rank}": nn.Linear(2, 2)})})
+    return some.resumed, caught(lambda: none.restore(strategy=loose))
+
+
 def late_components_are_carried_on(rank: int, folder: Path) -> Any:
     """Sharded, replicated and per-rank state goes through two saves of a manager that has none of it."""
     mesh = DeviceMesh("cpu", list(range(dist.get_world_size())), mesh_dim_names=("all",))
@@ -308,6 +318,7 @@ SCENES = [
     a_component_that_cannot_adapt,
     late_components,
     late_components_are_carried_on,
+    models_with_nothing_in_common,
     covered_components,
     trainable_parts,
     random_state_of_each_rank,
@@ -420,6 +431,17 @@ def test_attaching_twice_or_what_does_not_fit_is_an_error_on_all(played: tuple[P
     assert isinstance(the_same_error([one["broken"] for one in seen]), StateMismatchError)
     components = {component for component, _ in trees(folder / "late_components")}
     assert components == {"first", "late", "unknown", "left_out"}, "what was not attached is carried on"
+
+
+@pytest.mark.guarantee("G7")
+def test_a_model_of_which_no_rank_restores_a_tensor_is_an_error_on_all_and_one_of_which_some_do_is_not(
+    played: tuple[Play, Path],
+) -> None:
+    seen = played[0]("models_with_nothing_in_common")
+    assert all(resumed for resumed, _ in seen)
+    error = the_same_error([error for _, error in seen])
+    assert isinstance(error, StateMismatchError)
+    assert "'model' would stay as it is" in str(error)
 
 
 def test_state_of_every_scope_is_carried_on_until_its_component_is_attached(played: tuple[Play, Path]) -> None:
