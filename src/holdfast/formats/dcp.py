@@ -106,13 +106,13 @@ _LOOK_SECONDS = 0.25
 _NO_OPTION = {
     "single_file_per_rank": "a rank writes one file, and another only for a tensor that it has several pieces of",
     "sync_files": "a checkpoint is committed only after its files are durable",
-    "thread_count": "one thread writes as fast as the disk takes it",
-    "per_thread_copy_ahead": "a tensor is copied from its device while the one before is written",
+    "thread_count": "one thread of each rank writes, past the page cache where the storage can",
+    "per_thread_copy_ahead": "a tensor is copied from its device in pieces, as it is written",
     "cache_staged_state_dict": "give async_save an async_stager, which keeps its buffers",
     "overwrite": "a committed checkpoint never changes; a save adds one, and a reader takes the latest",
     "serialization_format": "tensors are stored as safetensors, values by the typed codec",
-    "_extensions": "files are read by their digests and offsets, so they cannot be transformed",
-    "_extension_registry": "files are read by their digests and offsets, so they cannot be transformed",
+    "_extensions": "tensor files stay safetensors that other programs can read, so they are not transformed",
+    "_extension_registry": "tensor files stay safetensors that other programs can read, so they are not transformed",
 }
 
 
@@ -142,20 +142,24 @@ class _Hold:
 
 def _frame_of_save() -> FrameType | None:
     """Return the frame of PyTorch's function that carries this thread's save through from beginning to end."""
-    frame = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_name != _FUNCTION_OF_SAVE:
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return frame
 
 
 def _release_after(call: FrameType, thread: int, lease: Lease, released: threading.Event) -> None:
     """Release the lease when a call has ended. An exception that is kept keeps the frame, but not on the stack."""
     while not released.wait(_LOOK_SECONDS):
-        frame = sys._current_frames().get(thread)
-        while frame is not None and frame is not call:
-            frame = frame.f_back
-        if frame is None:
+        if not _runs(call, thread):
             _release(lease, released)
+
+
+def _runs(call: FrameType, thread: int) -> bool:
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame is not call:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _release(lease: Lease, released: threading.Event) -> None:
