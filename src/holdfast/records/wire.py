@@ -29,7 +29,6 @@ __all__ = [
     "encode_record",
     "from_json",
     "from_msgpack",
-    "has_digest",
     "json_decoder",
     "read_record",
 ]
@@ -83,11 +82,6 @@ def read_record(
         if not isinstance(error, KeyDamagedError) and error.errno not in _NEVER_A_RECORD:
             raise
         raise DamagedRecordError(f"{what} is not a readable file: {error.problem}", file=file) from None
-
-
-def has_digest(data: bytes) -> bool:
-    """Return whether a record states a digest in the form that `encode_record` gives it."""
-    return _SIGNATURE.search(data[-_SIGNATURE_BYTES:]) is not None
 
 
 def _require_digest(data: bytes) -> None:
