@@ -179,7 +179,7 @@ def test_a_record_of_an_older_version_which_has_no_digest_is_read(record: Any) -
         b"\0",
         b"\xff\xfe",
         b"[" * 1_000_000,
-        b'{"metrics":' + b"[" * (MAX_RECORD_DEPTH + 1) + b"]" * (MAX_RECORD_DEPTH + 1) + b"}",
+        b'{"checkpoint":"","created":"","metrics":{"x":' + b"[" * MAX_RECORD_DEPTH + b"]" * MAX_RECORD_DEPTH + b"}}",
         b'{"checkpoint":"\\ud800","created":""}',
         b'{"checkpoint":12345678901234567890,"created":""}',
         b" " * (MAX_RECORD_BYTES + 1),
