@@ -179,6 +179,24 @@ def test_tied_weights_of_a_subclass_are_stored_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.guarantee("G7")
+def test_weights_of_a_subclass_that_differed_do_not_go_into_one(tmp_path: Path) -> None:
+    def model() -> Any:
+        pair = nn.Module()
+        pair.one, pair.other = model_with(Scaled.random()), model_with(Scaled.random())
+        return pair
+
+    with manager_of(tmp_path, {"model": model()}) as manager:
+        manager.save(0, wait=True)
+    tied = model()
+    tied.other.weight = tied.one.weight
+    with (
+        manager_of(tmp_path, {"model": tied}) as manager,
+        pytest.raises(StateMismatchError, match=r"weight\.codes: is tied to model\.other\.weight\.codes now"),
+    ):
+        manager.restore()
+
+
+@pytest.mark.guarantee("G7")
 @pytest.mark.parametrize(
     ("now", "message"),
     [

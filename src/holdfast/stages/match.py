@@ -239,8 +239,9 @@ class _Matcher:
             elif reference is not None:
                 wanted.setdefault(reference, []).append(key)
             elif subclass is not None:
-                saved = subclass_of(saved_values[key])
-                inner.update(self._pairs(layout.leaf_name(tree.name, key), subclass, saved))
+                pairs = self._pairs(layout.leaf_name(tree.name, key), subclass, subclass_of(saved_values[key]))
+                self._refuse_other_content(tree, inner, pairs)
+                inner.update(pairs)
                 self.fitted.common += 1
             else:
                 extras[key] = self._decode(tree, saved_values[key], key)
@@ -528,6 +529,13 @@ class _Matcher:
                 )
         return pairs
 
+    def _refuse_other_content(self, tree: TreeRecord, known: Mapping[str, str], pairs: Mapping[str, str]) -> None:
+        """A live tensor that is tied now takes one content; what its names had when saved must be the same."""
+        for path, reference in pairs.items():
+            leaf, other = self._leaf(tree, reference), self._leaf(tree, known.get(path, reference))
+            if [chunk.digests for chunk in leaf.chunks] != [chunk.digests for chunk in other.chunks]:
+                self.fitted.mismatched.append(f"{other.name}: is tied to {leaf.name} now, and differed when saved")
+
     def _fill_inner(self, leaf: TensorRecord, tensor: torch.Tensor) -> None:
         if _fits(leaf, tensor):
             self._fill(leaf, tensor, fresh=False)
@@ -583,13 +591,18 @@ class _Matcher:
         """New memory for one inner tensor; of a sharded one, for this rank's piece."""
         reference, nested = _reference(value), subclass_of(value)
         if nested is not None:
-            return self._new_subclass(tree, place, nested, mesh if mesh is not None else torch.empty(0, device=device))
+            made = self._new_subclass(tree, place, nested, mesh if mesh is not None else torch.empty(0, device=device))
+            return made.to_local() if is_sharded(made) else made
         leaf = self._leaf(tree, reference or "")
         if mesh is None:
             return self._fill(leaf, self._new_memory(leaf, device), fresh=True)
-        local = torch.empty(
-            (leaf.shape[0] // (even_shards(mesh) or 1), *leaf.shape[1:]), dtype=torch_dtype(leaf.dtype), device=device
-        )
+        shards = even_shards(mesh) or 1
+        if not leaf.shape or leaf.shape[0] % shards:
+            self._cannot_be_made(place, f"a tensor of shape {list(leaf.shape)} that is no {shards} equal pieces")
+        for chunk in leaf.chunks:
+            self.saved.require_file(chunk.file)
+        rows = leaf.shape[0] // shards
+        local = torch.empty((rows, *leaf.shape[1:]), dtype=torch_dtype(leaf.dtype), device=device)
         self._fill(leaf, cut_like(mesh, local), fresh=True)
         return local
 
