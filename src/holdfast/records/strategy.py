@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, Self
 
 from holdfast.errors import UsageError
@@ -40,7 +41,6 @@ class LoadStrategy:
     on_world_change: Literal["error", "skip", "adapt"] = "error"
     on_guard_mismatch: Literal["error", "warn"] = "error"
     progress: bool = True
-    _globs: tuple[tuple[str, re.Pattern[str]], ...] = field(init=False, repr=False, compare=False, default=())
 
     def __post_init__(self) -> None:
         for name in ("only", "skip", "exclude"):
@@ -55,9 +55,6 @@ class LoadStrategy:
             if getattr(self, name) not in allowed:
                 raise UsageError(f"{name}={getattr(self, name)!r}", advice=f"use one of {allowed}")
         self._check_names()
-        # Compiled once: a restore asks about every leaf.
-        compiled = tuple((glob, re.compile(fnmatch.translate(glob))) for glob in self.exclude)
-        object.__setattr__(self, "_globs", compiled)
 
     @classmethod
     def weights_only(cls, **changes: object) -> Self:
@@ -81,12 +78,13 @@ class LoadStrategy:
 
     def excluding(self, leaf: str) -> str | None:
         """The first glob that excludes a leaf, or None."""
-        return next((glob for glob, pattern in self._globs if pattern.match(leaf)), None)
+        return next((glob for glob, pattern in _compiled(tuple(self.exclude)) if pattern.match(leaf)), None)
 
     def keeping_options(self, group: str) -> str | None:
         """The first glob that keeps the live options of an optimizer's group, such as `optimizer.param_groups.0`. One
         that is meant for tensors, such as `optimizer.*`, does not."""
-        return next((glob for glob, pattern in self._globs if "param_groups" in glob and pattern.match(group)), None)
+        found = (glob for glob, pattern in _compiled(tuple(self.exclude)) if pattern.match(group))
+        return next((glob for glob in found if "param_groups" in glob), None)
 
     def _check_names(self) -> None:
         if self.only is not None and not self.only:
@@ -96,6 +94,12 @@ class LoadStrategy:
             raise UsageError(f"{', '.join(both)}: named in only= and in skip=", advice="name it in one of them")
         for name in self.named():
             check_component_name(name)
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(globs: tuple[str, ...]) -> tuple[tuple[str, re.Pattern[str]], ...]:
+    """Return the globs as patterns, compiled once: a restore asks about every leaf."""
+    return tuple((glob, re.compile(fnmatch.translate(glob))) for glob in globs)
 
 
 def _texts(name: str, value: object) -> tuple[str, ...] | None:
