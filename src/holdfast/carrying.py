@@ -120,7 +120,7 @@ def _read_tensors(
     return tensors
 
 
-def _parse(data: bytes, file: str) -> dict[str, msgspec.Raw]:
+def _parse(data: bytes | bytearray, file: str) -> dict[str, msgspec.Raw]:
     """Return the values of each tree as the text that was stored."""
     try:
         return from_json(data, dict[str, dict[str, msgspec.Raw]])["trees"]

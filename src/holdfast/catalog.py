@@ -65,6 +65,7 @@ from holdfast.records.notes import (
 from holdfast.records.selector import Ranking, Selector
 from holdfast.records.wire import MAX_RECORD_BYTES, encode_record, read_record
 from holdfast.storage.base import Storage
+from holdfast.storage.documents import read_document
 from holdfast.storage.retrying import with_retries
 
 logger = logging.getLogger("holdfast")
@@ -91,9 +92,12 @@ class Checkpoint:
         if isinstance(self.head, Manifest):
             return self.head
         try:
-            return self.head.opened()
+            opened = self.head.opened()
         except HoldfastError as error:
             raise error.at(run=self.storage.url, file=layout.key(self.folder, layout.MANIFEST)) from None
+        # In the place of the text, which nobody needs any more and which is as large as the file.
+        object.__setattr__(self, "head", opened)
+        return opened
 
     @property
     def folder(self) -> str:
@@ -292,12 +296,14 @@ class Catalog:
         """Return the checkpoint in a folder. A KeyMissingError when nothing was committed there, a
         CorruptCheckpointError when it is damaged, any other StorageError when it cannot be read now."""
         try:
-            data = self.storage.read(layout.key(folder, layout.MANIFEST), MAX_MANIFEST_BYTES)
+            data = read_document(self.storage, layout.key(folder, layout.MANIFEST), MAX_MANIFEST_BYTES)
         except KeyDamagedError as error:
-            raise CorruptCheckpointError(error.problem, file=layout.key(folder, layout.MANIFEST)) from None
+            where = layout.key(folder, layout.MANIFEST)
+            raise CorruptCheckpointError(error.problem, file=where, advice=error.advice) from None
         if is_abandoned(data):
             raise AttemptClosedError("this attempt was given up", file=layout.key(folder, layout.MANIFEST))
-        known = self._known.get(digest_of(data))
+        identity = digest_of(data)
+        known = self._known.get(identity)
         if known is not None and known.folder == folder:
             return known
         try:
@@ -308,7 +314,7 @@ class Catalog:
             raise CorruptCheckpointError(
                 f"its manifest belongs to {head.folder}", file=layout.key(folder, layout.MANIFEST)
             )
-        checkpoint = self._known[digest_of(data)] = Checkpoint(head, digest, self.storage)
+        checkpoint = self._known[identity] = Checkpoint(head, digest, self.storage)
         return checkpoint
 
     def find(self, selector: Selector) -> Checkpoint:

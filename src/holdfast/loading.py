@@ -590,7 +590,7 @@ def _unexpected(fits: Sequence[_Fit]) -> list[str]:
     )
 
 
-def _parse_values(data: bytes, file: str) -> dict[str, Json]:
+def _parse_values(data: bytearray, file: str) -> dict[str, Json]:
     try:
         trees = from_json(data, dict[str, dict[str, Any]])["trees"]
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, KeyError) as error:

@@ -1,4 +1,5 @@
-"""What the chains ask of the process's memory: a pause of the collector, large pages. Knows nothing of checkpoints."""
+"""What the chains ask of the process's memory: a pause of the collector, large pages, zeros without pages. Knows no
+checkpoints."""
 
 from __future__ import annotations
 
@@ -32,6 +33,15 @@ def prefer_huge_pages(address: int, size_bytes: int) -> None:
     end = -(-(address + size_bytes) // PAGE_BYTES) * PAGE_BYTES
     # Only a hint, so what is answered does not matter: without large pages it works as well, more slowly.
     _madvise(start, end - start, mmap.MADV_HUGEPAGE)
+
+
+def give_back_zeros(address: int, size_bytes: int) -> None:
+    """Return pages of private memory, such as the allocator's, that hold nothing but zeros to the system. They still
+    read as zeros, and take no memory until they are written to. Pages at the edges, which hold more, are left alone."""
+    start = -(-address // PAGE_BYTES) * PAGE_BYTES
+    end = (address + size_bytes) // PAGE_BYTES * PAGE_BYTES
+    if start < end:
+        _madvise(start, end - start, mmap.MADV_DONTNEED)
 
 
 _madvise = ctypes.CDLL(None).madvise

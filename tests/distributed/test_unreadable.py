@@ -16,7 +16,7 @@ from holdfast.testing import FlakyStorage
 from tests.distributed.scenes import Holder, Play, bits, caught, meet, run_scenes, the_same_error
 
 RANKS = 2
-READS = ["read */manifest.json", "read */shared.json", "read_into *", "open *.safetensors"]
+READS = ["* */manifest.json*", "* */shared.json*", "read_into *", "open *.safetensors"]
 
 
 def filled(value: float) -> dict[str, Any]:

@@ -199,7 +199,7 @@ def test_a_link_in_the_place_of_a_checkpoints_folder_is_not_followed(run: Path) 
     for one in refused(run):
         assert isinstance(one, CheckpointNotFoundError)
     for one in refused(run, FOLDER):
-        assert isinstance(one, StorageError | CheckpointNotFoundError)
+        assert isinstance(one, CorruptCheckpointError | CheckpointNotFoundError)
 
 
 @pytest.mark.guarantee("G9")

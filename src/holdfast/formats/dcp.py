@@ -83,6 +83,7 @@ from holdfast.stages.read import check_bytes, check_sizes, read
 from holdfast.stages.resolve import Location, resolve
 from holdfast.stages.stage import split, values_file
 from holdfast.stages.write import write
+from holdfast.storage.documents import read_document
 from holdfast.storage.registry import open_storage
 from holdfast.tensors import check_storable, host_pieces, tensor_class, torch_dtype, unflattened
 
@@ -936,7 +937,7 @@ def _read_note(stored: Any) -> _Note:
 
 def _read_values(checkpoint: Checkpoint, name: str, *, checked: bool) -> dict[str, Json]:
     record = next(file for file in checkpoint.manifest.files if file.name == name)
-    data = checkpoint.storage.read(checkpoint.key(name), min(record.size_bytes, MAX_VALUES_BYTES))
+    data = read_document(checkpoint.storage, checkpoint.key(name), min(record.size_bytes, MAX_VALUES_BYTES))
     where: dict[str, Any] = {"run": checkpoint.storage.url, "step": checkpoint.step, "file": name}
     if len(data) != record.size_bytes:
         raise CorruptCheckpointError(f"has {len(data)} bytes, the manifest says {record.size_bytes}", **where)

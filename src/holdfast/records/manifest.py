@@ -172,11 +172,11 @@ def encode_abandoned(why: dict[str, Any]) -> bytes:
     return _ABANDONED + msgspec.json.encode(why) + b"}\n"
 
 
-def is_abandoned(data: bytes) -> bool:
+def is_abandoned(data: bytes | bytearray) -> bool:
     return data.startswith(_ABANDONED)
 
 
-def digest_of(data: bytes | memoryview) -> str:
+def digest_of(data: bytes | bytearray | memoryview) -> str:
     return blake3(data).hexdigest()
 
 
@@ -197,13 +197,13 @@ def encode_manifest(manifest: Manifest) -> tuple[bytes, str]:
     return b'{"holdfast_format":%d,"digest":"%s","manifest":%s}\n' % (FORMAT, digest.encode(), body), digest
 
 
-def decode_manifest(data: bytes) -> tuple[Manifest, str]:
+def decode_manifest(data: bytes | bytearray) -> tuple[Manifest, str]:
     """Check bytes that claim to be a manifest, and give the record and its digest."""
     head, digest = decode_head(data)
     return head.opened(), digest
 
 
-def decode_head(data: bytes) -> tuple[ManifestHead, str]:
+def decode_head(data: bytes | bytearray) -> tuple[ManifestHead, str]:
     """The same, but the tensors are not looked at yet. That they are what was committed, the digest says."""
     try:
         envelope = from_json(data, _Envelope)
@@ -216,11 +216,11 @@ def decode_head(data: bytes) -> tuple[ManifestHead, str]:
         )
     if envelope.holdfast_format < 1:
         raise CorruptCheckpointError(f"there is no format {envelope.holdfast_format}")
-    body = bytes(envelope.manifest)
-    if digest_of(body) != envelope.digest:
+    # Where they lie in `data`, which the tensors' text keeps: a copy would double what a large manifest takes.
+    if digest_of(memoryview(envelope.manifest)) != envelope.digest:
         raise CorruptCheckpointError("its content does not have the digest that it states")
     try:
-        head = from_json(body, ManifestHead)
+        head = from_json(envelope.manifest, ManifestHead)
         _check_body(head)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise CorruptCheckpointError(f"it is no manifest: {error}") from None

@@ -109,7 +109,7 @@ def _require_shallow(data: bytes) -> None:
             raise ValueError(f"values are nested more than {MAX_RECORD_DEPTH} deep")
 
 
-def from_json(data: bytes | memoryview | msgspec.Raw, kind: type[_Kind]) -> _Kind:
+def from_json(data: bytes | bytearray | memoryview | msgspec.Raw, kind: type[_Kind]) -> _Kind:
     """The value of type `kind`; an error of msgspec's when the bytes say no such thing."""
     return json_decoder(kind).decode(data)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from blake3 import blake3
 from holdfast.catalog import Checkpoint
 from holdfast.digesting import DeviceDigester
 from holdfast.errors import CorruptCheckpointError, KeyDamagedError, KeyMissingError, StorageError
-from holdfast.memory import prefer_huge_pages
+from holdfast.memory import give_back_zeros, prefer_huge_pages
 from holdfast.records.boxes import Box, Span, span_of, strides_of, whole
 from holdfast.records.manifest import MAX_VALUES_BYTES, ChunkRecord, TensorRecord
 from holdfast.records.report import Problem
@@ -32,6 +32,7 @@ from holdfast.records.targets import Request
 from holdfast.ring import SLOT_BYTES, Carrier, Rings
 from holdfast.storage.base import Source, alignment_of
 from holdfast.storage.blocks import Region, check, check_in, read_checked, read_unchecked
+from holdfast.storage.documents import read_document
 from holdfast.tensors import is_dense, memory_at, memory_of, torch_dtype
 
 logger = logging.getLogger("holdfast")
@@ -101,10 +102,10 @@ def check_files(checkpoint: Checkpoint, names: Set[str]) -> list[Problem]:
     return [problem for problem in found if isinstance(problem, Problem)]
 
 
-def read_values(checkpoint: Checkpoint, name: str, *, checked: bool) -> bytes:
+def read_values(checkpoint: Checkpoint, name: str, *, checked: bool) -> bytearray:
     """Read a file of values whole. Another size than the manifest says, or, with `checked`, digest, is an error."""
     record = next(file for file in checkpoint.manifest.files if file.name == name)
-    data = checkpoint.storage.read(checkpoint.key(name), min(record.size_bytes, MAX_VALUES_BYTES))
+    data = read_document(checkpoint.storage, checkpoint.key(name), min(record.size_bytes, MAX_VALUES_BYTES))
     if len(data) != record.size_bytes:
         raise CorruptCheckpointError(f"has {len(data)} bytes, the manifest says {record.size_bytes}", file=name)
     if checked and blake3(data).hexdigest() != record.digest:
@@ -121,7 +122,7 @@ class _Job(NamedTuple):
     """A range of a chunk to read: to an `address` of this process, on by `place`, or, with neither, only to check.
 
     `once`: no other process wants these bytes, so the page cache need not keep them. `landing`: their place on a
-    device that checks them itself, when they are there.
+    device that checks them itself, when they are there. `fresh`: the memory at `address` is new.
     """
 
     leaf: str
@@ -134,6 +135,7 @@ class _Job(NamedTuple):
     device: torch.device = _HOST
     once: bool = False
     landing: torch.Tensor | None = None
+    fresh: bool = False
 
 
 class DeviceChecks:
@@ -382,7 +384,34 @@ def _do_batch(batch: _Batch, checked: bool) -> list[Problem]:
             problems.append(_unread(job, error))
         else:
             problems += _damages(job, damaged)
+            if checked and not damaged:
+                _give_back_zeros(job)
     return problems
+
+
+def _give_back_zeros(job: _Job) -> None:
+    """Let new memory take no more than the bytes that are really there: a file may be nothing but holes, whose digests
+    are right, and its leaves larger than the machine's memory."""
+    if not job.fresh or job.address == 0:
+        return
+    region = job.region
+    start = None
+    for index in region.blocks(job.start, job.end):
+        low, high = region.block(index)
+        whole_block = job.start <= low and high <= job.end and high - low == region.block_bytes
+        if whole_block and region.digests[index] == _digest_of_zeros(region.block_bytes):
+            start = low if start is None else start
+            continue
+        if start is not None:
+            give_back_zeros(job.address + start - job.start, low - start)
+            start = None
+    if start is not None:
+        give_back_zeros(job.address + start - job.start, min(high, job.end) - start)
+
+
+@lru_cache(maxsize=8)
+def _digest_of_zeros(size_bytes: int) -> str:
+    return blake3(bytes(size_bytes)).hexdigest()
 
 
 def _do_straight(job: _Job, source: Source, checked: bool) -> list[tuple[int, int]]:
@@ -413,6 +442,8 @@ def _do_extent(extent: _Extent, checked: bool, rings: Rings, later: DeviceChecks
                 continue
             start = job.region.start + job.start - low
             _place(job, ring.carrier, slot, start)
+            if here:
+                _give_back_zeros(job)
             if checked and job.landing is not None:
                 later.add(job, job.landing)
     return problems
@@ -488,19 +519,19 @@ def _fills(request: Request, checkpoint: Checkpoint, readers: int, later: Device
         if not (overlap.span.dense and is_dense(target)):
             yield from _scattered(request.leaf, overlap, target, once)
         elif target.is_cpu:
-            yield from _to_memory(request.leaf, overlap, target, once)
+            yield from _to_memory(request.leaf, overlap, target, once, request.fresh)
         else:
             # Only what nobody uses yet may hold bytes that are still to be checked.
             lands = request.fresh and later.takes(target.device)
             yield from _to_device(request.leaf, overlap, target, once, lands)
 
 
-def _to_memory(leaf: TensorRecord, overlap: _Overlap, target: torch.Tensor, once: bool) -> Iterator[_Job]:
+def _to_memory(leaf: TensorRecord, overlap: _Overlap, target: torch.Tensor, once: bool, fresh: bool) -> Iterator[_Job]:
     address = target.data_ptr()
     region, file = overlap.region, overlap.chunk.file
     first = overlap.span.start * leaf.item_bytes
     for start, end in _pieces(region, first, first + overlap.span.length * leaf.item_bytes):
-        yield _Job(leaf.name, file, region, start, end, address + start - first, once=once)
+        yield _Job(leaf.name, file, region, start, end, address + start - first, once=once, fresh=fresh)
 
 
 def _to_device(

@@ -350,9 +350,9 @@ class FlakyStorage(_Wrapper):
     """Fails chosen reads, as a file server does that does not answer for a moment; writes are not touched.
 
     A read is an `open`, a `read`, an `entries`, or a source's `read_into`. `reads` names those that were begun, each
-    with its key: `read step-000000500/manifest.json`, `open step-000000500/shared.json`, `entries notes`, `entries /`,
-    and `read_into step-000000500/rank-00000.safetensors 4096-8192`. Each read whose name matches `fail_on`, a pattern
-    as of a shell, fails the first `times` times with the system's error `errno`, and works from then on; with
+    with its key: `open step-000000500/manifest.json`, `read run.json`, `entries notes`, `entries /`, and
+    `read_into step-000000500/rank-00000.safetensors 4096-8192`. Each read whose name matches `fail_on`, a pattern as
+    of a shell, fails the first `times` times with the system's error `errno`, and works from then on; with
     `times=None` it fails for ever. `fail_on` may be set at any time. Run once without it, then once for every name in
     `reads`.
     """
