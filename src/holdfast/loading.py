@@ -85,6 +85,13 @@ class Loaded:
     unclaimed: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class NothingToLoad:
+    """There is no checkpoint; `passed_over` is what there is instead."""
+
+    passed_over: tuple[Skipped, ...] = ()
+
+
 class _Clock:
     """Seconds by phase. All that passes belongs to one: each `end_of` takes what passed since the one before it."""
 
@@ -145,8 +152,8 @@ class _Verdict(msgspec.Struct, frozen=True, array_like=True):
     unclaimed: tuple[str, ...] = ()
 
 
-def load(request: LoadRequest, catalog: Catalog, ranks: Ranks) -> Loaded | None:
-    """Restore on all ranks. None when `latest` was asked of a run that has no checkpoint."""
+def load(request: LoadRequest, catalog: Catalog, ranks: Ranks) -> Loaded | NothingToLoad:
+    """Restore on all ranks. `NothingToLoad` when `latest` was asked of a run that has no checkpoint."""
     try:
         # New memory must be ordinary memory, whatever mode the caller is in: the training goes on with it.
         with collector_paused(), torch.inference_mode(False), torch.no_grad():
@@ -157,7 +164,7 @@ def load(request: LoadRequest, catalog: Catalog, ranks: Ranks) -> Loaded | None:
         raise HoldfastError(f"the restore failed: {type(error).__name__}: {error}") from error
 
 
-def _load(request: LoadRequest, catalog: Catalog, ranks: Ranks) -> Loaded | None:
+def _load(request: LoadRequest, catalog: Catalog, ranks: Ranks) -> Loaded | NothingToLoad:
     clock = _Clock()
     choice = on_leader(ranks, "resolve", lambda: _resolve(catalog, request.selector), returns=_Choice)
     clock.end_of("resolve")
@@ -193,7 +200,7 @@ def _load(request: LoadRequest, catalog: Catalog, ranks: Ranks) -> Loaded | None
             problems=damaged,
             advice="no live object was changed",
         )
-    return None
+    return NothingToLoad(tuple(passed_over))
 
 
 @contextmanager
@@ -622,4 +629,4 @@ def _all(fitted: Sequence[Fitted], name: str) -> tuple[str, ...]:
     return tuple(text for one in fitted for text in getattr(one, name))
 
 
-__all__ = ["LoadRequest", "Loaded", "Verify", "load"]
+__all__ = ["LoadRequest", "Loaded", "NothingToLoad", "Verify", "load"]

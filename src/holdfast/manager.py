@@ -25,7 +25,7 @@ from holdfast.housekeeping import Housekeeper
 from holdfast.leading import SaveRequest
 from holdfast.lease import reading
 from holdfast.live import check_components
-from holdfast.loading import Loaded, LoadRequest, Verify, load
+from holdfast.loading import Loaded, LoadRequest, NothingToLoad, Verify, load
 from holdfast.naming import cuts_of, follow_models, kind_of, refuse_flat_parameters, unwrap
 from holdfast.pacing import Pace
 from holdfast.policies import KeepPolicy, Trigger
@@ -74,7 +74,8 @@ class RestoreResult:
     """What a restore did. `resumed` is False for a fresh run, whose `next_step` is 0.
 
     `restored` are the components that took state, `missing` what the checkpoint did not have, `skipped` what was left
-    as it is, each with the reason, and `passed_over` the folders that were no sound checkpoint, each with the reason.
+    as it is, each with the reason, and `passed_over` the folders that were no sound checkpoint, each with the reason. A
+    fresh start has it, too: with `resume="never"` it lists all that is there.
     """
 
     resumed: bool
@@ -390,21 +391,22 @@ class CheckpointManager:
         on_leader(self._ranks, "look for writers", self._wait_for_survivors, returns=None)
         catalog, chosen, explicit = self._locate_together(selector)
         if self._resume == "never" and not explicit:
-            return RestoreResult(resumed=False)
+            left = on_leader(self._ranks, "list what is left", self._left_by_a_fresh_start, returns=tuple[str, ...])
+            return RestoreResult(resumed=False, passed_over=left)
         own_run = catalog is self._catalog
         waited = time.monotonic() - started
         request = LoadRequest(
             chosen, self._components, strategy, wanted, self._pipeline_stage, self._verify, self._unwanted
         )
         loaded = load(request, catalog, self._ranks)
-        if loaded is None:
+        if isinstance(loaded, NothingToLoad):
             if self._resume == "required" or explicit:
                 raise CheckpointNotFoundError(
                     "there is no checkpoint to resume from",
                     run=catalog.storage.url,
-                    advice="check the path, or use resume='auto' to start fresh",
+                    advice="check the path" if explicit else "check the path, or use resume='auto' to start fresh",
                 )
-            return RestoreResult(resumed=False)
+            return RestoreResult(resumed=False, passed_over=tuple(map(str, loaded.passed_over)))
         self._source, self._strategy = (catalog, loaded.checkpoint), strategy
         self._await_components(loaded.checkpoint, loaded.unclaimed)
         if own_run:
@@ -412,6 +414,15 @@ class CheckpointManager:
         phases = MappingProxyType({"wait": waited, **loaded.phases})
         self._tell_restored(loaded.checkpoint, time.monotonic() - started, phases)
         return self._resumed(loaded, strategy, own_run=own_run)
+
+    def _left_by_a_fresh_start(self) -> tuple[str, ...]:
+        """Return all that the run holds and a start that never resumes passes over, each with the reason."""
+        scan = self._catalog.survey()
+        left = {found.folder: "left as it is: resume='never' starts fresh" for found in scan.checkpoints}
+        left |= {skipped.folder: skipped.reason for skipped in scan.damaged}
+        left |= {folder: str(error) for folder, error in scan.unreadable}
+        left |= dict.fromkeys(scan.attempts, "was never committed")
+        return tuple(f"{folder}: {left[folder]}" for folder in sorted(left))
 
     def _await_components(self, checkpoint: Checkpoint, names: Sequence[str]) -> None:
         """Keep the state of components that are not attached yet: in the source, and in every save until they are."""
@@ -483,7 +494,7 @@ class CheckpointManager:
         self._check_open()
         kind = self._on_all("attach", lambda: self._check_new(name, component), same=repr(name))
         components = follow_models({**self._components, name: component}, pipeline_stage=self._pipeline_stage)
-        loaded = None
+        loaded: Loaded | NothingToLoad = NothingToLoad()
         if self._source is not None and self._strategy.takes(name, kind):
             catalog, checkpoint = self._source
             if any(tree.component == name for tree in checkpoint.manifest.trees):
@@ -495,7 +506,7 @@ class CheckpointManager:
                 loaded = load(request, catalog, self._ranks)
         self._components = components
         self._note_attached(name)
-        return loaded is not None and name in loaded.restored
+        return isinstance(loaded, Loaded) and name in loaded.restored
 
     def should_load(self) -> bool:
         """Whether `restore()` would find a checkpoint, by the leader's word, or, with `resume="required"`, say that
