@@ -539,7 +539,7 @@ def test_what_the_library_warns_of_is_a_note(run: Path) -> None:
         assert result.returncode == 0
         lines = result.stderr.splitlines()
         assert lines
-        assert all(re.match(r"note: the note step-000000030--000001.json cannot be read ", line) for line in lines)
+        assert all(re.match(r"note: the note step-000000030--000001.json is damaged ", line) for line in lines)
 
 
 def test_waiting_for_a_training_on_another_machine_is_said_and_its_name_cannot_harm(run: Path) -> None:
