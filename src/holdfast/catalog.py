@@ -129,7 +129,14 @@ class Checkpoint:
     @cached_property
     def metrics(self) -> Mapping[str, Any]:
         """Those of the save, and those that were reported later."""
-        return self._each_decoded("metrics", {**self.head.metrics, **self._noted.metrics})
+        saved = self._each_decoded("metrics", self.head.metrics)
+        try:
+            return MappingProxyType({**saved, **self._each_decoded("metrics", self._noted.metrics)})
+        except HoldfastError as error:
+            logger.warning(
+                "%s: metrics that were reported later cannot be decoded and are skipped: %s", self.folder, error
+            )
+            return saved
 
     @cached_property
     def progress(self) -> Mapping[str, Any]:
@@ -468,7 +475,8 @@ class Catalog:
 
     def open_attempts(self) -> list[str]:
         """The folders in which nothing is committed, found without reading a manifest."""
-        names = [name for name in self._names() if layout.parse_folder(name) is not None]
+        folders = [entry.name for entry in self.storage.entries("") if entry.is_folder]
+        names = [name for name in folders if layout.parse_folder(name) is not None]
         return [name for name in names if not self._is_committed(name)]
 
     def _is_committed(self, folder: str) -> bool:
@@ -871,7 +879,7 @@ def _unreadable_error(found: Sequence[tuple[str, StorageError]]) -> HoldfastErro
     error = found[0][1]
     if len(found) == 1:
         return error
-    return type(error)(**{**error.fields, "problem": f"{error.problem} (and {len(found) - 1} more folders)"})
+    return error.changed(problem=f"{error.problem} (and {len(found) - 1} more folders)")
 
 
 def _unreadable(damaged: tuple[Skipped, ...], selector: Selector) -> list[Skipped]:

@@ -31,7 +31,7 @@ import builtins
 import errno as errno_names
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 __all__ = [
     "AttemptClosedError",
@@ -115,6 +115,10 @@ class HoldfastError(Exception):
     def at(self, **where: Any) -> HoldfastError:
         """The same error with more of its place known; what was known already stays."""
         return _rebuild(type(self), {**where, **self.fields})
+
+    def changed(self, **fields: Any) -> Self:
+        """The same error with other fields, whatever arguments the constructor of its class takes."""
+        return _rebuild(type(self), {**self.fields, **fields})  # type: ignore[return-value]
 
     def _message(self) -> str:
         where = ", ".join(self._where())

@@ -11,7 +11,7 @@ import platform
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,8 +76,10 @@ class Leader:
         staging_limit_bytes: int | None,
         timeout_seconds: float,
         replicas: Replicas = "compare",
+        before_claim: Callable[[], None] = lambda: None,
     ) -> None:
         self._timeout_seconds = timeout_seconds
+        self._before_claim = before_claim
         self._replicas: Replicas = replicas
         self._watch = Watch()
         self._holding = threading.Lock()
@@ -210,7 +212,8 @@ class Leader:
                     "the claim of this process on the run %s was deleted or damaged, and is made again",
                     self._catalog.storage.url,
                 )
-            # What a writer without its training is about to commit comes before us, and is not taken from it.
+            # What another manager of this process, or a writer without its training, is about to commit comes first.
+            self._before_claim()
             wait_for_survivors(self._catalog, self._timeout_seconds / 2)
             self._lease = Lease.acquire(self._catalog.storage, lost=lost, close_attempts=self._catalog.close_attempts)
             self.forget()

@@ -93,8 +93,9 @@ def _refuse_hidden_state(name: str, optimizer: torch.optim.Optimizer, components
 def tree_of(name: str, component: Any, state: Any, scope: str | None) -> CapturedTree:
     """The same for state that was taken already."""
     tensors: dict[str, torch.Tensor] = {}
-    values = encode(state, path=name, on_tensor=_collector(name, tensors), flatten=flattened)
     kind = kind_of(name, component)
+    ties = partial(_ties, unwrap(component)) if kind == "module" else dict
+    values = encode(state, path=name, on_tensor=_collector(name, tensors, ties), flatten=flattened)
     type_name = type(unwrap(component)).__name__ if kind != "module" else ""
     if kind == "module":
         _refuse_shared_elements(name, tensors)
@@ -269,8 +270,11 @@ def _load_loosely(module: torch.nn.Module, state: OrderedDict[str, Any]) -> Any:
     return module.load_state_dict(state)
 
 
-def _collector(component: str, tensors: dict[str, torch.Tensor]) -> Callable[[str, Any], str]:
-    """Note each tensor under its path inside the component; one that is the same memory as another, under the first."""
+def _collector(
+    component: str, tensors: dict[str, torch.Tensor], ties: Callable[[], Mapping[str, str]] = dict
+) -> Callable[[str, Any], str]:
+    """Note each tensor under its path inside the component; one that is the same memory as another, under the first.
+    `ties` gives the first name of those that have several, for tensors that have no memory here."""
     known: dict[int, str] = {}
 
     def note(full_path: str, tensor: torch.Tensor) -> str:
@@ -279,8 +283,8 @@ def _collector(component: str, tensors: dict[str, torch.Tensor]) -> Callable[[st
         if len(full_path) + len("@stage-00000") > layout.MAX_NAME_CHARACTERS:
             raise UsageError(f"a leaf's name has {len(full_path)} characters", component=component, leaf=full_path[:80])
         place = address(tensor)
-        first = known.get(place) if place else None
-        if first is not None and is_same_memory(tensor, tensors[first]):
+        first = known.get(place) if place else ties().get(path)
+        if first in tensors and (not place or is_same_memory(tensor, tensors[first])):
             return first
         path = _unused(path, tensors)
         tensors[path] = tensor
@@ -288,6 +292,19 @@ def _collector(component: str, tensors: dict[str, torch.Tensor]) -> Callable[[st
         return path
 
     return note
+
+
+def _ties(module: torch.nn.Module) -> dict[str, str]:
+    """Return the first name of each parameter's further names. A rank whose shard is empty cannot tell by the memory,
+    and must find what the others find."""
+    firsts: dict[int, str] = {}
+    ties: dict[str, str] = {}
+    for raw, parameter in module.named_parameters(remove_duplicate=False):
+        name = clean_name(module, raw)
+        first = firsts.setdefault(id(parameter), name)
+        if first != name:
+            ties[name] = first
+    return ties
 
 
 def _unused(path: str, taken: Mapping[str, Any]) -> str:

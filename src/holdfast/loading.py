@@ -253,6 +253,7 @@ class _Attempt:
         """This rank's part: fit every component, from the manifest and the values alone."""
         try:
             self.checkpoint = self._open()
+            _require_decodable(self.checkpoint)
             self._check_guards(self.request.guards)
             self._fit_components()
         except (CorruptCheckpointError, KeyMissingError, KeyDamagedError) as error:
@@ -574,13 +575,16 @@ def _first_names(names: Sequence[str]) -> str:
     return shown if len(names) <= _SHOWN_NAMES else f"{shown}, ..."
 
 
+def _require_decodable(checkpoint: Checkpoint) -> None:
+    """Raise now what would be raised when the result is made, after live objects have changed."""
+    _ = checkpoint.config, checkpoint.extra, checkpoint.progress, checkpoint.metrics
+
+
 def _while_filling(error: StorageError) -> HoldfastError:
-    fields = {
-        **error.fields,
-        "problem": f"{error.problem}, and live tensors were overwritten in part",
-        "advice": "check the mount, the file server or the disk, and restore again before you go on",
-    }
-    return type(error)(**fields)
+    return error.changed(
+        problem=f"{error.problem}, and live tensors were overwritten in part",
+        advice="check the mount, the file server or the disk, and restore again before you go on",
+    )
 
 
 def _texts(problems: Sequence[Problem]) -> _Texts:

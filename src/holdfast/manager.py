@@ -522,6 +522,7 @@ class CheckpointManager:
         return self._catalog.holds_something()
 
     def _wait_for_survivors(self) -> None:
+        self._saver.finish_other_saves()
         # Half of the time that the others wait for the leader's word.
         wait_for_survivors(self._catalog, self._timeout_seconds / 2)
 

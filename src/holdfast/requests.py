@@ -111,6 +111,11 @@ def encoded(name: str, values: Mapping[str, Any] | None) -> dict[str, Json]:
 def _check_keys(name: str, values: object) -> None:
     if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
         raise UsageError(f"{name} is a mapping with texts as keys, not {values!r:.100}")
+    for key in values:
+        try:
+            key.encode()
+        except UnicodeEncodeError:
+            raise UsageError(f"{name} has the key {key!r:.100}, which is no valid Unicode text") from None
 
 
 def encoded_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Json]:

@@ -58,6 +58,8 @@ from holdfast.stages.plan import Replicas
 from holdfast.stages.stage import FileLayout, asset_files, lay_out, stage, values_file
 from holdfast.stages.write import write
 from holdfast.staging import ChosenMode, Mode, Stager, changes_in_step_alone, is_on_device, room_for_clone
+from holdfast.storage.base import Storage
+from holdfast.storage.registry import same_place
 from holdfast.writer.client import Writer, start_writer
 
 logger = logging.getLogger("holdfast")
@@ -119,6 +121,7 @@ class Saver:
             staging_limit_bytes=staging_limit_bytes,
             timeout_seconds=timeout_seconds,
             replicas=replicas,
+            before_claim=partial(_finish_other_saves, weakref.ref(self), catalog.storage),
         )
         self._sampler = Sampler(ranks.rank)
         self._plan: _RankPlan | None = None
@@ -200,6 +203,10 @@ class Saver:
         self.head, self._line = checkpoint.digest, line_after(self._catalog.lineage_of(checkpoint))
 
     @property
+    def storage(self) -> Storage:
+        return self._catalog.storage
+
+    @property
     def pending(self) -> PendingSave | None:
         """The save that is under way, or the last one."""
         return self._pending
@@ -208,6 +215,10 @@ class Saver:
     def lease(self) -> int:
         """The number under which this process writes to the run; 0 as long as it has not."""
         return self._leader.lease
+
+    def finish_other_saves(self) -> None:
+        """Wait for the saves of other managers of this process to the same run."""
+        _finish_other_saves(weakref.ref(self), self._catalog.storage)
 
     def hold_run(self) -> None:
         """Become the run's only writer, or make sure that this process still is. For the leader alone."""
@@ -551,9 +562,10 @@ class Saver:
         pending.written_bytes = lambda: arena.written
         self._jobs += 1
         job = self._job(work, mine.number, self._stager.stage_plain(plain), eager=is_on_device(memory))
-        handed.number, handed.writer, handed.arena = job.number, writer, arena
         handed.names = _names_of(job, images)
         writer.tell(job)
+        # Not before: whoever clears up after a failure waits for an answer of this writer.
+        handed.number, handed.writer, handed.arena = job.number, writer, arena
         behind = mode in ("async_pinned", "async_device")
         optimizers = _optimizers(work.request.components) if behind else []
         staging = self._stager.stage(memory, mode, optimizers)
@@ -792,6 +804,15 @@ def _discard(names: Sequence[str], folder: str, catalog: Catalog) -> None:
 
 
 _savers: weakref.WeakSet[Saver] = weakref.WeakSet()
+
+
+def _finish_other_saves(own: weakref.ref[Saver], storage: Storage) -> None:
+    """Wait for the pending saves of other managers of this process to a run. Whoever takes the run over would give them
+    up, and whoever restores would not find them, though their state is staged."""
+    for other in list(_savers):
+        is_other = other is not own() and not other.is_inherited
+        if is_other and other.is_pending and same_place(other.storage, storage):
+            other.drain()
 
 
 @atexit.register

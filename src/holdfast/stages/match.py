@@ -437,7 +437,9 @@ class _Matcher:
             leaf = self._leaf(tree, reference)
             current = live.get(reference.removeprefix(prefix)) if isinstance(live, Mapping) else None
             cut = cut_at(self.cuts, f"state.{name}", parameter)
-            wrong = _misfit(leaf, whole_shape(parameter, cut)) if not isinstance(optimizer, torch.optim.LBFGS) else None
+            shape = whole_shape(parameter, cut)
+            any_shape = isinstance(optimizer, torch.optim.LBFGS) or self._had_shape(tree, name, shape)
+            wrong = None if any_shape else _misfit(leaf, shape)
             if wrong is not None:
                 self.fitted.mismatched.append(f"{leaf.name}: {wrong}")
             if isinstance(current, torch.Tensor):
@@ -454,6 +456,13 @@ class _Matcher:
         if not _is_optimizer_state(state.preview):
             raise CorruptCheckpointError(f"the state of '{name}' is not what an optimizer has", file=tree.file)
         return state
+
+    def _had_shape(self, tree: TreeRecord, parameter: str, shape: tuple[int, ...]) -> bool:
+        """Return whether the checkpoint has the parameter itself, in this shape: then its state may have any shape, as
+        that of optimizers which precondition by dimension has."""
+        owners = (layout.tree_name(name, tree.scope) for name in self.components)
+        names = (parameter, *(layout.leaf_name(owner, parameter) for owner in owners))
+        return any(name in self.saved.leaves and self.saved.leaves[name].shape == shape for name in names)
 
     def _want(
         self,
@@ -502,6 +511,14 @@ class _Matcher:
                 return live
             if live is not None and is_sharded(live) and _fits(leaf, live):
                 return self._fill(leaf, torch.empty_like(live), fresh=True)
+            if live is None and leaf.sharded and isinstance(unwrap(self.component), torch.optim.Optimizer):
+                raise StateMismatchError(
+                    "a sharded tensor in an optimizer whose state dict has a layout of its own, which has no state yet",
+                    component=self.fitted.component,
+                    leaf=leaf.name,
+                    advice="nothing says how to shard it: make the optimizer's state before the restore, by a step "
+                    "with a learning rate of 0; no live object was changed",
+                )
             device = live.device if live is not None else torch.device("cpu")
             return self._fill(leaf, self._new_memory(leaf, device), fresh=True)
 

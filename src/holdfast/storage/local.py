@@ -56,7 +56,8 @@ class LocalStorage:
         path = os.fspath(root)
         if not isinstance(path, str) or path == "" or "\0" in path:
             raise UsageError(f"{path!r} is no path of a folder")
-        self._root = os.path.abspath(path)
+        # The folder above a link is that of its target: only the system can say what `..` means there.
+        self._root = os.path.realpath(path) if os.pardir in path.split(os.sep) else os.path.abspath(path)
         self._disk = disk
         self._root_name_synced = False
 

@@ -199,9 +199,4 @@ def _is_momentary(error: StorageError) -> bool:
 
 
 def _unreadable(error: StorageError) -> StorageError:
-    fields = {
-        **error.fields,
-        "problem": f"{error.problem} (attempts: {len(PAUSES_SECONDS) + 1})",
-        "advice": _UNREADABLE,
-    }
-    return type(error)(**fields)
+    return error.changed(problem=f"{error.problem} (attempts: {len(PAUSES_SECONDS) + 1})", advice=_UNREADABLE)
