@@ -211,7 +211,7 @@ class _Matcher:
         if not self.strategy.strict or tree.type in ("", *(base.__name__ for base in kind.__mro__)):
             return True
         theirs = getattr(getattr(kind, "load_state_dict", None), "__module__", "")
-        if not issubclass(kind, LRScheduler) and not theirs.startswith("torch."):
+        if not issubclass(kind, LRScheduler | torch.optim.Optimizer) and not theirs.startswith("torch."):
             return True
         self.fitted.mismatched.append(
             f"{tree.name}: state of {tree.type} in the checkpoint, {kind.__name__} now; skip=('{tree.component}',) "

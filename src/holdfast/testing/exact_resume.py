@@ -6,8 +6,8 @@ leaf by leaf, by the digests and values that the checkpoints hold; so is what th
 
 from __future__ import annotations
 
-import pickle
 import random
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -76,12 +76,13 @@ def _check(train: object, until: int, stops: Sequence[int], ranks: int) -> None:
         )
     if ranks < 1:
         raise UsageError(f"ranks={ranks}", advice="give the number of processes, at least 1")
-    try:
-        pickle.dumps(train)
-    except Exception as error:
+    found: Any = sys.modules.get(getattr(train, "__module__", ""))
+    for name in getattr(train, "__qualname__", "?").split("."):
+        found = getattr(found, name, None)
+    if found is not train:
         raise UsageError(
-            f"train cannot be called in a new process: {error}", advice="define it at the top level of a module"
-        ) from None
+            f"train={train!r:.100} cannot be called in a new process", advice="define it at the top level of a module"
+        )
 
 
 @contextmanager
