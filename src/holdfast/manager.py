@@ -553,7 +553,8 @@ class CheckpointManager:
             self._reports.add(pending, metrics)
             return True
         written = self._reports.write_now(step, metrics)
-        self._tidy_as_writer()
+        if written:
+            self._tidy_as_writer()
         return written
 
     def _note_and_tidy(self, checkpoint: Checkpoint, **said: Any) -> None:
