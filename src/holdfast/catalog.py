@@ -477,9 +477,9 @@ class Catalog:
         """The folders in which nothing is committed, found without reading a manifest."""
         folders = [entry.name for entry in self.storage.entries("") if entry.is_folder]
         names = [name for name in folders if layout.parse_folder(name) is not None]
-        return [name for name in names if not self._is_committed(name)]
+        return [name for name in names if not self.is_committed(name)]
 
-    def _is_committed(self, folder: str) -> bool:
+    def is_committed(self, folder: str) -> bool:
         """Whether the manifest's name is taken: by one, or by the word that there will never be one."""
         return any(entry.name == layout.MANIFEST for entry in self.storage.entries(folder))
 

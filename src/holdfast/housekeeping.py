@@ -239,8 +239,7 @@ class Housekeeper:
                 return False
             if checkpoint.folder in self._readers.folders() or checkpoint.digest in self._in_use():
                 return True
-            self._doomed[checkpoint.folder] = self._claim_of(checkpoint.folder)
-            self._catalog.uncommit(checkpoint.folder)
+            self._uncommit(checkpoint.folder)
         self._clear(checkpoint.folder)
         logger.info("removed step %d (%s)", checkpoint.step, checkpoint.folder)
         self._tell(
@@ -254,6 +253,17 @@ class Housekeeper:
             )
         )
         return True
+
+    def _uncommit(self, folder: str) -> None:
+        """Let a checkpoint be one no more, and note that its bytes are to go. One that is still there when that failed
+        is a checkpoint as before: the next plan decides about it, and may keep it."""
+        self._doomed[folder] = self._claim_of(folder)
+        try:
+            self._catalog.uncommit(folder)
+        except BaseException:
+            if self._catalog.is_committed(folder):
+                del self._doomed[folder]
+            raise
 
     def _only_fewer(self, said: Sequence[str]) -> bool:
         """Whether nothing was said, and only notes on what was removed are gone."""

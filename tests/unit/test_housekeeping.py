@@ -796,3 +796,28 @@ def test_a_power_cut_at_any_call_of_a_prune_leaves_what_the_next_writer_finishes
         for seed in (0, 1, 3, 5, 6):
             disk = storage.after_power_loss(seed, tmp_path / f"{point}-{seed}")
             assert wrong_after_a_crash(disk) == [], f"{point}: {storage.log[-1]}, seed {seed}"
+
+
+@pytest.mark.guarantee("G4")
+def test_a_checkpoint_whose_removal_failed_can_still_be_tagged_and_stays(tmp_path: Path) -> None:
+    class Stuck(LocalStorage):
+        stuck = False
+
+        def delete(self, key: str) -> None:
+            if self.stuck and key.endswith("manifest.json"):
+                raise StorageError("not now", file=key)
+            super().delete(key)
+
+    storage = Stuck(tmp_path)
+    state = {"model": torch.nn.Linear(2, 2)}
+    with holdfast.CheckpointManager(tmp_path, state, storage=storage, keep=KeepLast(1), mode="sync") as manager:
+        manager.save(1)
+        storage.stuck = True
+        manager.save(2)
+        with pytest.raises(StorageError, match="not now"):
+            manager.prune()
+        storage.stuck = False
+        manager.tag(1, "precious")
+        manager.save(3)
+        manager.prune()
+    assert [found.step for found in holdfast.checkpoints(tmp_path)] == [3, 1]
