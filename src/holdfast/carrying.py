@@ -15,6 +15,7 @@ import torch
 from holdfast.catalog import Checkpoint
 from holdfast.errors import CorruptCheckpointError
 from holdfast.records.boxes import whole
+from holdfast.records.layout import is_rank_scope
 from holdfast.records.manifest import TensorRecord, TreeRecord
 from holdfast.records.state import CapturedTree, CarriedTree
 from holdfast.records.targets import Request
@@ -69,7 +70,7 @@ def carry(
 
 
 def _is_per_rank(tree: TreeRecord) -> bool:
-    return tree.scope.startswith("rank-")
+    return is_rank_scope(tree.scope)
 
 
 def _falls_to(tree: TreeRecord, rank: int, size: int) -> bool:
@@ -95,7 +96,7 @@ def _share_out(
         scope = scopes.get(_tree_of(leaf))
         if scope is None:
             continue
-        rank = _rank_of(scope, size) if scope.startswith("rank-") else load.index(min(load))
+        rank = _rank_of(scope, size) if is_rank_scope(scope) else load.index(min(load))
         shares[rank].append(leaf)
         load[rank] += leaf.size_bytes
     return shares

@@ -17,7 +17,7 @@ import torch
 from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils.weak import WeakIdKeyDictionary
 
-from holdfast.components import Shared, Trainable, load_state, state_of
+from holdfast.components import PerRank, Shared, Trainable, load_state, state_of
 from holdfast.errors import StateMismatchError, UsageError
 from holdfast.loaders import shield_random_state
 from holdfast.naming import (
@@ -119,7 +119,7 @@ def _refuse_shared_elements(component: str, tensors: Mapping[str, torch.Tensor])
 def _led(component: Any, kind: str, scope: str | None, tensors: Mapping[str, Any]) -> Set[str]:
     """The tensors of which the first rank's replica counts: where a user said that ranks share a state; and a model's
     buffers, which differ between the replicas of DDP until the next forward pass gives the leader's to all."""
-    if isinstance(component, Shared):
+    if isinstance(component, Shared | PerRank):
         return tensors.keys()
     if kind == "module":
         return _buffers(unwrap(component), tensors)
@@ -536,10 +536,10 @@ def _compare_keys(name: str, current: Mapping[str, Any], state: Mapping[str, Any
         )
 
 
-def live_subclasses(name: str, component: Any, components: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def live_subclasses(state: Any) -> dict[str, torch.Tensor]:
     """The tensors of wrapper subclasses in a component's state, by their path."""
     found: dict[str, torch.Tensor] = {}
-    _find_subclasses(component_state(name, component, components), "", found)
+    _find_subclasses(state, "", found)
     return found
 
 

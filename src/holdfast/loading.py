@@ -284,7 +284,9 @@ class _Attempt:
                 shares.append(_Share(name, one.kind, True, one.held, one.stored, one.common))
             elif one is None:
                 held = int(holds_state(components[name]))
-                shares.append(_Share(name, kind_of(name, components[name]), False, held))
+                # A per-rank state of another number of ranks is left out on request, also where it is a model's.
+                left = isinstance(components[name], PerRank) and name not in self.absent
+                shares.append(_Share(name, "values" if left else kind_of(name, components[name]), False, held))
         return tuple(shares)
 
     def judge(self, fits: list[_Fit]) -> _Verdict:

@@ -44,9 +44,6 @@ def random_state_last(components: Mapping[str, Any]) -> list[tuple[str, Any]]:
 def kind_of(name: str, component: Any) -> TreeKind:
     """What a component is, or a UsageError for something that has no state to keep."""
     inner = unwrap(component)
-    if isinstance(component, PerRank):
-        _require_state(name, inner)
-        return "values"
     if isinstance(inner, torch.nn.Module):
         return "module"
     if isinstance(inner, torch.optim.Optimizer):
@@ -219,7 +216,8 @@ def optimizer_names(optimizer: torch.optim.Optimizer, components: Mapping[str, A
     """The names of an optimizer's parameters, in its own order.
 
     The model is found by the identity of its parameters. An optimizer over several models has the component's name in
-    front of each parameter's. In a state without any model they go by their numbers.
+    front of each parameter's. In a state without any model they go by their numbers, and so do those of a `PerRank`
+    optimizer of which the state has not every parameter's model.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     owners: dict[int, tuple[str, str]] = {}
@@ -228,7 +226,8 @@ def optimizer_names(optimizer: torch.optim.Optimizer, components: Mapping[str, A
             for key, parameter in parameter_names(unwrap(candidate)).items():
                 owners.setdefault(key, (name, parameter))
     found = [owners.get(id(parameter)) for parameter in parameters]
-    if not any(isinstance(unwrap(candidate), torch.nn.Module) for candidate in components.values()):
+    has_model = any(isinstance(unwrap(candidate), torch.nn.Module) for candidate in components.values())
+    if not has_model or (None in found and isinstance(components.get(component), PerRank)):
         return [str(index) for index in range(len(parameters))]
     for index, owner in enumerate(found):
         if owner is None:
@@ -243,8 +242,10 @@ def optimizer_names(optimizer: torch.optim.Optimizer, components: Mapping[str, A
 
 def cuts_of(name: str, components: Mapping[str, Any]) -> Mapping[str, Cut]:
     """Return the declared shards of a component by their path in its tree; for an optimizer, by the path of each
-    parameter's state. `cut_at` looks them up."""
+    parameter's state. `cut_at` looks them up. The state of a `PerRank` component is whole on its rank."""
     component = components[name]
+    if isinstance(component, PerRank):
+        return {}
     if isinstance(component, Sharded):
         return dict(_declared_cuts(name, component))
     models = {key: one for key, one in components.items() if isinstance(one, Sharded)}

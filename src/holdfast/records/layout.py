@@ -133,6 +133,11 @@ def rank_scope(index: int) -> str:
     return f"rank-{index:05d}"
 
 
+def is_rank_scope(scope: str) -> bool:
+    """Return whether a scope is that of one rank, or of one rank of a group."""
+    return scope.startswith("rank-")
+
+
 def stage_scope(index: int) -> str:
     """The scope of a component that belongs to one pipeline stage."""
     return f"stage-{index:05d}"

@@ -16,12 +16,19 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.lr_scheduler import LRScheduler
 
-from holdfast.components import PerRank, RNGState, check_plain_state, check_rng_state, has_plain_state, load_state
-from holdfast.errors import CorruptCheckpointError, StateMismatchError
+from holdfast.components import (
+    PerRank,
+    RNGState,
+    check_plain_state,
+    check_rng_state,
+    has_plain_state,
+    load_state,
+    state_of,
+)
+from holdfast.errors import CorruptCheckpointError, HoldfastError, StateMismatchError
 from holdfast.live import (
     component_state,
     live_subclasses,
-    live_tree,
     load_module,
     load_optimizer,
     load_values,
@@ -91,6 +98,9 @@ def match(name: str, components: Mapping[str, Any], saved: SavedState, strategy:
     # Trees that PyTorch's own planner laid out do not say what they are of; their names and shapes must do.
     if trees[0].kind not in (fitted.kind, "values"):
         raise StateMismatchError(f"it was saved as '{trees[0].kind}' and is '{fitted.kind}' now", component=name)
+    _refuse_per_rank_state(fitted, component, trees[0])
+    if len(trees) > 1 or _is_by_load_state_dict(trees[0], component):
+        fitted.kind = "values"
     matcher = _Matcher(fitted, component, components, saved, strategy)
     if fitted.kind == "values" and not matcher.is_same_class(trees[0]):
         return fitted
@@ -103,6 +113,22 @@ def match(name: str, components: Mapping[str, Any], saved: SavedState, strategy:
     else:
         matcher.match_world(trees, *scopes_in_world(component, rank=place.rank, size=place.size))
     return fitted
+
+
+def _refuse_per_rank_state(fitted: Fitted, component: Any, tree: TreeRecord) -> None:
+    """A model or an optimizer that all ranks share must not take the state that one rank had for itself."""
+    if fitted.kind != "values" and not isinstance(component, PerRank) and layout.is_rank_scope(tree.scope):
+        raise StateMismatchError(
+            f"the state was saved once per rank, as '{tree.name}', and the component is not wrapped in PerRank now",
+            component=fitted.component,
+            advice=f"wrap the component in PerRank, or leave it out with skip=({fitted.component!r},)",
+        )
+
+
+def _is_by_load_state_dict(tree: TreeRecord, component: Any) -> bool:
+    """Return whether a per-rank state is what the `state_dict` of a component gave: in checkpoints of older versions
+    that of a `PerRank` model or optimizer is such, too, and goes back through `load_state_dict`."""
+    return tree.kind == "values" and isinstance(component, PerRank) and layout.is_rank_scope(tree.scope)
 
 
 def _trees_for(name: str, component: Any, saved: SavedState, strategy: LoadStrategy, place: Place) -> list[TreeRecord]:
@@ -221,7 +247,7 @@ class _Matcher:
 
     def match_module(self, tree: TreeRecord) -> None:
         module = unwrap(self.component)
-        state = component_state(self.fitted.component, self.component, self.components)
+        state = self._live_state()
         live = tree_of(self.fitted.component, self.component, state, None)
         live_values, saved_values = _object(live.values, tree), _object(self.saved.values(tree), tree)
         wanted: dict[str, list[str]] = {}
@@ -371,7 +397,7 @@ class _Matcher:
     ) -> None:
         """List a number of groups, or names of options, that the two sides do not share."""
         way = f"exclude=('{tree.name}.param_groups*',) keeps the live options"
-        before, now = self._count_groups(optimizer, names, groups)
+        before, now = self._count_groups(tree, optimizer, names, groups)
         if before != now:
             self.fitted.mismatched.append(f"{tree.name}.param_groups: {before} in the checkpoint, {now} now; {way}")
         by_name = {str(name): group for group in groups for name in _names(group.get("params"), tree)}
@@ -390,13 +416,18 @@ class _Matcher:
                 self.fitted.mismatched.append(f"{tree.name}.param_groups.{index}: '{option}' is {side}; {way}")
 
     def _count_groups(
-        self, optimizer: torch.optim.Optimizer, names: Sequence[str], groups: Sequence[dict[str, Json]]
+        self,
+        tree: TreeRecord,
+        optimizer: torch.optim.Optimizer,
+        names: Sequence[str],
+        groups: Sequence[dict[str, Json]],
     ) -> tuple[int, int]:
         """Return the number of groups on both sides. Ranks of a pipeline hold parts of the groups, and what several
         ranks saved may be one group for each of them: then the groups of this rank's parameters count, and as long as
         those that are one now had the same options, the number is the same."""
         group_of = {str(name): index for index, group in enumerate(groups) for name in group["params"]}  # type: ignore[union-attr]
-        if self.saved.world_size == 1 and set(names) == set(group_of):
+        of_one_rank = self.saved.world_size == 1 or layout.is_rank_scope(tree.scope)
+        if of_one_rank and set(names) == set(group_of):
             return len(groups), len(optimizer.param_groups)
         used = {group_of[name] for name in names if name in group_of}
         known = set(group_of)
@@ -454,7 +485,7 @@ class _Matcher:
         subclass = partial(self._subclass, tree, parameter, in_place=True)
         state = _Pending.decode(values, layout.leaf_name(tree.name, f"state.{name}"), target, subclass)
         if not _is_optimizer_state(state.preview):
-            raise CorruptCheckpointError(f"the state of '{name}' is not what an optimizer has", file=tree.file)
+            raise _unlike(tree, f"the state of '{name}' is not what an optimizer has")
         return state
 
     def _had_shape(self, tree: TreeRecord, parameter: str, shape: tuple[int, ...]) -> bool:
@@ -493,13 +524,25 @@ class _Matcher:
             return
         self._fill(leaf, tensor, fresh=False, cut=cut)
 
+    def _live_state(self) -> Any:
+        """Return the component's state in the form in which it was saved."""
+        if self.fitted.kind == "values":
+            return state_of(unwrap(self.component))
+        return component_state(self.fitted.component, self.component, self.components)
+
     def _template(self, tree: TreeRecord) -> Mapping[str, torch.Tensor]:
         """The component's live tensors, where the saved ones must know a device or a mesh to go to."""
-        if isinstance(self.component, PerRank | RNGState):
+        if isinstance(self.component, RNGState):
             return {}
-        if not any(name.startswith(f"{tree.name}.") for name in self.saved.leaves):
+        own = [name for name in self.saved.leaves if name.startswith(f"{tree.name}.")]
+        excluded = {name for name in own if self.strategy.excluding(name) is not None}
+        per_rank = isinstance(self.component, PerRank)
+        if not own or (per_rank and not excluded):
             return {}
-        return live_tree(self.fitted.component, self.component, self.components, None).tensors
+        live = tree_of(self.fitted.component, self.component, self._live_state(), None).tensors
+        # The state of a loader is asked for only where some of it is to be kept.
+        kept = {path: tensor for path, tensor in live.items() if layout.leaf_name(tree.name, path) in excluded}
+        return kept if per_rank else live
 
     def _decode(
         self, tree: TreeRecord, values: Json, path: str, template: Mapping[str, torch.Tensor] | None = None
@@ -564,7 +607,7 @@ class _Matcher:
     ) -> torch.Tensor:
         """A tensor of a wrapper subclass: the live one, filled, or a new one of the same class and context."""
         if self.live_subclasses is None:
-            self.live_subclasses = live_subclasses(self.fitted.component, self.component, self.components)
+            self.live_subclasses = live_subclasses(self._live_state())
         live = self.live_subclasses.get(place[len(tree.name) + 1 :])
         if live is None:
             return self._new_subclass(tree, place, saved, parameter)
@@ -780,20 +823,33 @@ def _reference(value: Json) -> str | None:
     return reference if isinstance(reference, str) else None
 
 
+def _unlike(tree: TreeRecord, problem: str) -> HoldfastError:
+    """Return the error for values that are not those of a model or an optimizer: damage, unless they were saved as the
+    values of some other object."""
+    if tree.kind != "values":
+        return CorruptCheckpointError(problem, file=tree.file)
+    of = f" of {tree.type}" if tree.type else ""
+    return StateMismatchError(
+        f"the state was saved as the plain values{of}, and the component is a model or an optimizer now: {problem}",
+        component=tree.component,
+        advice=f"restore it into an object like the saved one, or leave it out with skip=({tree.component!r},)",
+    )
+
+
 def _object(value: Json, tree: TreeRecord) -> dict[str, Json]:
     if not isinstance(value, dict) or any(key.startswith("$") for key in value):
-        raise CorruptCheckpointError(f"the values of '{tree.name}' have no names", file=tree.file)
+        raise _unlike(tree, f"the values of '{tree.name}' have no names")
     return value
 
 
 def _names(value: Json, tree: TreeRecord) -> list[str]:
     names = _list(value, tree)
     if not all(isinstance(name, str) for name in names):
-        raise CorruptCheckpointError(f"the values of '{tree.name}' name parameters by something else", file=tree.file)
+        raise _unlike(tree, f"the values of '{tree.name}' name parameters by something else")
     return names
 
 
 def _list(value: Json, tree: TreeRecord) -> list[Any]:
     if not isinstance(value, list):
-        raise CorruptCheckpointError(f"the values of '{tree.name}' are not what an optimizer has", file=tree.file)
+        raise _unlike(tree, f"the values of '{tree.name}' are not what an optimizer has")
     return value

@@ -146,7 +146,9 @@ def _assign_trees(inventories: Sequence[Inventory], scopes: Sequence[tuple[str, 
         if len({tree.kind for _, tree in held}) > 1:
             raise UsageError("the ranks have different kinds of object under this name", component=first.component)
         merged = None
-        if first.kind != "values" and len({tree.digest for _, tree in held}) > 1:
+        # The ranks that share a per-rank state do so on the user's word: the first one's counts.
+        mergeable = first.kind != "values" and not layout.is_rank_scope(scope)
+        if mergeable and len({tree.digest for _, tree in held}) > 1:
             merged, owner = _merge(first.component, scope, [tree for _, tree in held]), 0
         trees[name] = TreePlan(first.component, first.kind, scope, owner, merged, first.type)
     return trees
