@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self, get_args
 
+import msgspec
+
 from holdfast.catalog import Catalog
-from holdfast.components import Shared
+from holdfast.components import United
 from holdfast.errors import ClosedError, UsageError
 from holdfast.handle import SaveHandle
 from holdfast.leading import SaveRequest
@@ -49,8 +51,9 @@ class AsyncCheckpointer:
 
     run, mode, process_group, storage, timeout, staging_limit_bytes, on_event: as for `CheckpointManager`. Every rank
     calls the same methods in the same order. DTensors are saved as the one tensor that they are parts of; of plain
-    tensors and values that all ranks have, the first rank's count, as in PyTorch's own checkpoints. A name on several
-    meshes is an error, unless `replicas="trust"` says that they hold replicas.
+    tensors and values that several ranks have, the first one's count, and what only some ranks have is stored, too, as
+    in PyTorch's own checkpoints. A name on several meshes is an error, unless `replicas="trust"` says that they hold
+    replicas.
 
     In the pinned modes nothing says which optimizer changes a tensor of a plain state dict, so everything is copied in
     the order of the training's own stream, by way of clones where the device has room for them.
@@ -71,6 +74,7 @@ class AsyncCheckpointer:
         check_timeout(timeout)
         ranks = torch_ranks(process_group, timeout_seconds=timeout)
         self._closed = False
+        self._ranks = ranks
 
         def introduce() -> Introduction:
             one_of("mode", mode, get_args(ChosenMode))
@@ -111,7 +115,7 @@ class AsyncCheckpointer:
         step = plain_step(step)
 
         def request() -> SaveRequest:
-            components, note = _components(state_dict)
+            components, note = self._components(step, state_dict)
             return SaveRequest(
                 step=check_step(step),
                 components=components,
@@ -166,6 +170,18 @@ class AsyncCheckpointer:
     def __repr__(self) -> str:
         return f"AsyncCheckpointer({self._catalog.storage.url!r})"
 
+    def _components(self, step: int, state_dict: Mapping[str, Any]) -> tuple[dict[str, United], dict[str, Any]]:
+        """Return the state dict as components, and the note by which a reader finds the keys of PyTorch's flattened
+        spelling. Every rank may have other keys: where a key is stored is the same on all of them."""
+        plain: dict[str, Any] = {}
+
+        def layout_here() -> _Layout:
+            plain.update(_plain_state(state_dict))
+            return _layout_of(plain)
+
+        layout = self._ranks.decide(f"keys of step {step}", layout_here, _union, sends=_Layout, returns=_Layout)
+        return {name: United(_Plain(state)) for name, state in _laid_out(plain, layout).items()}, layout.note()
+
     def _check_open(self) -> None:
         self._saver.require_own_process()
         if self._closed:
@@ -185,33 +201,61 @@ class _Plain:
         raise UsageError("a plain state dict takes no state")
 
 
-def _components(state_dict: Mapping[str, Any]) -> tuple[dict[str, Shared], dict[str, Any]]:
-    """The state dict as components, and the note by which a reader finds the keys of PyTorch's flattened spelling.
+class _Layout(msgspec.Struct, frozen=True, array_like=True):
+    """Where the keys of a state dict are stored. A dict is a component of its own; the front of a dotted key is one;
+    every other key goes into one more, `loose`, which is "" where no other key is."""
 
-    A dict is a component of its own; the front of a dotted key is one; every other key goes into one more.
-    """
+    own: tuple[str, ...]
+    flat: tuple[str, ...]
+    loose: str
+
+    def note(self) -> dict[str, Any]:
+        return {"loose": self.loose or None, "flat": list(self.flat)}
+
+
+def _plain_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(state_dict, Mapping) or not all(isinstance(key, str) for key in state_dict):
         raise UsageError(f"a state dict is a mapping with texts as keys, not {state_dict!r:.100}")
-    plain = {key: value.state_dict() if _is_stateful(value) else value for key, value in state_dict.items()}
-    own = {key: dict(value) for key, value in plain.items() if _is_component(key) and isinstance(value, Mapping)}
-    flat: dict[str, dict[str, Any]] = {}
-    loose: dict[str, Any] = {}
-    for key, value in plain.items():
-        front, _, rest = key.partition(".")
-        if key in own:
-            continue
-        if rest and _is_component(front):
-            (own if front in own else flat).setdefault(front, {})[rest] = value
-        else:
-            loose[key] = value
+    if not state_dict:
+        raise UsageError("the state dict is empty")
+    return {key: value.state_dict() if _is_stateful(value) else value for key, value in state_dict.items()}
+
+
+def _layout_of(plain: Mapping[str, Any]) -> _Layout:
+    own = {key for key, value in plain.items() if _is_component(key) and isinstance(value, Mapping)}
+    dotted = {key: front for key in plain.keys() - own if (front := _front_of(key)) is not None}
+    loose = _LOOSE if len(own) + len(dotted) < len(plain) else ""
+    return _Layout(tuple(sorted(own)), tuple(sorted(set(dotted.values()) - own)), loose)
+
+
+def _union(layouts: list[_Layout]) -> _Layout:
+    own = {name for layout in layouts for name in layout.own}
+    flat = {name for layout in layouts for name in layout.flat} - own
     name, number = _LOOSE, 2
     while name in own or name in flat:
         name, number = f"{_LOOSE}_{number}", number + 1
-    states = {**own, **flat, **({name: loose} if loose else {})}
-    if not states:
-        raise UsageError("the state dict is empty")
-    note = {"loose": name if loose else None, "flat": sorted(flat)}
-    return {key: Shared(_Plain(value)) for key, value in states.items()}, note
+    loose = name if any(layout.loose for layout in layouts) else ""
+    return _Layout(tuple(sorted(own)), tuple(sorted(flat)), loose)
+
+
+def _laid_out(plain: Mapping[str, Any], layout: _Layout) -> dict[str, dict[str, Any]]:
+    """Return the states of the components."""
+    states = {key: dict(value) for key, value in plain.items() if key in layout.own and isinstance(value, Mapping)}
+    for key, value in plain.items():
+        if key in states:
+            continue
+        front = _front_of(key)
+        if front is not None:
+            states.setdefault(front, {})[key[len(front) + 1 :]] = value
+        else:
+            states.setdefault(layout.loose, {})[key] = value
+    return states
+
+
+def _front_of(key: str) -> str | None:
+    """Return the part of a dotted key before its first dot, where that can name a component."""
+    front, _, rest = key.partition(".")
+    return front if rest and _is_component(front) else None
 
 
 def _is_stateful(value: Any) -> bool:

@@ -58,6 +58,11 @@ class Shared:
         return f"Shared({type(self.component).__name__})"
 
 
+class United(Shared):
+    """A plain state dict of which each rank may hold other keys. What any rank has is stored; of what several ranks
+    have under one key, the first one's counts."""
+
+
 class Sharded:
     """A model of which some parameters are this rank's shards of whole tensors, as plain tensors: tensor parallelism in
     the manner of Megatron. They are stored as the whole tensors, and restored into any other layout.

@@ -17,7 +17,7 @@ import torch
 from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils.weak import WeakIdKeyDictionary
 
-from holdfast.components import PerRank, Shared, Trainable, load_state, state_of
+from holdfast.components import PerRank, Shared, Trainable, United, load_state, state_of
 from holdfast.errors import StateMismatchError, UsageError
 from holdfast.loaders import shield_random_state
 from holdfast.naming import (
@@ -101,7 +101,8 @@ def tree_of(name: str, component: Any, state: Any, scope: str | None) -> Capture
         _refuse_shared_elements(name, tensors)
     # The name of a private class is an implementation's own affair, and may change.
     type_name = "" if type_name.startswith("_") else type_name
-    return CapturedTree(name, kind, scope, values, tensors, _led(component, kind, scope, tensors), type_name)
+    led, united = _led(component, kind, scope, tensors), isinstance(component, United)
+    return CapturedTree(name, kind, scope, values, tensors, led, type_name, united)
 
 
 def _refuse_shared_elements(component: str, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -67,7 +67,7 @@ class Remembered:
             return None
         tensors = dict(zip(self.paths, [found[index] for index in self.picks], strict=True))
         tree = self.tree
-        return CapturedTree(tree.component, tree.kind, tree.scope, values, tensors, tree.led, tree.type)
+        return CapturedTree(tree.component, tree.kind, tree.scope, values, tensors, tree.led, tree.type, tree.united)
 
 
 _UNKNOWN: Any = object()
@@ -86,7 +86,7 @@ def remember(tree: CapturedTree, state: Any) -> Remembered | None:
     picks = [first.get(id(tensor)) for tensor in tree.tensors.values()]
     if any(index is None for index in picks):
         return None  # tensors in a list or an object of its own: rare, and walked through each time
-    bare = CapturedTree(tree.component, tree.kind, tree.scope, None, {}, tree.led, tree.type)
+    bare = CapturedTree(tree.component, tree.kind, tree.scope, None, {}, tree.led, tree.type, tree.united)
     return Remembered(
         bare,
         structure,

@@ -26,7 +26,8 @@ class CapturedTree:
     """One component's state on this rank: its values, encoded, and its tensors by their path in them.
 
     `scope` is None when the ranks must compare their states to know whether they share one. `led` are the tensors whose
-    replicas may differ from rank to rank, where the first rank's is the one that counts.
+    replicas may differ from rank to rank, where the first rank's is the one that counts. `united`: the ranks may hold
+    different parts of the tree, and all of them are stored.
     """
 
     component: str
@@ -36,6 +37,7 @@ class CapturedTree:
     tensors: Mapping[str, Any]
     led: Set[str] = frozenset()
     type: str = ""
+    united: bool = False
 
     @property
     def name(self) -> str:
@@ -61,6 +63,7 @@ class TreeEntry(msgspec.Struct, frozen=True, array_like=True):
     digest: str
     values: msgspec.Raw
     type: str = ""
+    united: bool = False
 
 
 class PartEntry(msgspec.Struct, frozen=True, array_like=True):

@@ -240,9 +240,9 @@ def _text(tree: CapturedTree) -> bytes:
 
 
 def _tree_entry(tree: CapturedTree, text: bytes, digest: str) -> TreeEntry:
-    mergeable = digest and tree.kind != "values" and tree.scope == ""
+    mergeable = digest and tree.scope == "" and (tree.united or tree.kind != "values")
     values = msgspec.msgpack.encode(msgspec.json.decode(text)) if mergeable else b"\xc0"
-    return TreeEntry(tree.component, tree.kind, tree.scope, digest, msgspec.Raw(values), tree.type)
+    return TreeEntry(tree.component, tree.kind, tree.scope, digest, msgspec.Raw(values), tree.type, tree.united)
 
 
 def _digest(tree: CapturedTree, text: bytes) -> str:

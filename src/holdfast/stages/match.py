@@ -7,7 +7,7 @@ the state up leave, or what is wrong.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -40,6 +40,7 @@ from holdfast.records import layout
 from holdfast.records.boxes import Cut
 from holdfast.records.codec import Json, Subclass, class_name, decode, subclass_of, typed
 from holdfast.records.manifest import TensorRecord, TreeRecord
+from holdfast.records.merging import references
 from holdfast.records.strategy import LoadStrategy
 from holdfast.records.targets import Fitted, Request
 from holdfast.tensors import (
@@ -259,7 +260,7 @@ class _Matcher:
             own = key.rpartition(".")[2] == "_extra_state"
             reference, subclass = (None, None) if own else (_reference(value), subclass_of(value))
             if self._excluded(layout.leaf_name(tree.name, key)):
-                spared |= {reference} if reference is not None else set(_references(value))
+                spared |= {reference} if reference is not None else set(references(value))
             elif key not in saved_values:
                 self.fitted.missing.append(layout.leaf_name(tree.name, key))
             elif reference is not None:
@@ -460,8 +461,8 @@ class _Matcher:
         """The state of one parameter: in the optimizer's own memory where it has some, else in new memory like it."""
         prefix = f"state.{name}."
         live = optimizer.state.get(parameter, {})
-        references = dict.fromkeys(_references(values)) if self.strategy.exclude else {}
-        if [reference for reference in references if self._excluded(layout.leaf_name(tree.name, reference))]:
+        named = dict.fromkeys(references(values)) if self.strategy.exclude else {}
+        if [reference for reference in named if self._excluded(layout.leaf_name(tree.name, reference))]:
             return _Pending.of(dict(live)) if live else None
 
         def target(reference: str) -> torch.Tensor:
@@ -802,20 +803,6 @@ def _is_optimizer_state(state: Any) -> bool:
 
 def _only(state: Any, keys: Set[Any] | None) -> Any:
     return state if keys is None else {key: value for key, value in state.items() if key in keys}
-
-
-def _references(values: Json) -> Iterator[str]:
-    """The tensors that values name."""
-    if isinstance(values, dict):
-        for key, value in values.items():
-            named = value.get("tensor") if key == "$ndarray" and isinstance(value, dict) else value
-            if key in ("$tensor", "$ndarray"):
-                yield from [named] if isinstance(named, str) else []
-            else:
-                yield from _references(value)
-    elif isinstance(values, list):
-        for value in values:
-            yield from _references(value)
 
 
 def _reference(value: Json) -> str | None:

@@ -9,8 +9,9 @@ which leaves they must compare.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -21,6 +22,7 @@ from holdfast.records.boxes import Box, cover_exactly
 from holdfast.records.codec import Json
 from holdfast.records.dtypes import ELEMENT_TYPES
 from holdfast.records.manifest import digest_of
+from holdfast.records.merging import references, union_of
 from holdfast.records.state import Duty, FrozenEntry, Inventory, PartEntry, ReplicaSet, TreeEntry, ranks_in_words
 
 Replicas = Literal["compare", "trust"]
@@ -76,7 +78,7 @@ def plan(inventories: Sequence[Inventory], replicas: Replicas = "compare") -> Gl
     """Who writes what, from what everybody has."""
     scopes = _agree_on_scopes(inventories)
     trees = _assign_trees(inventories, scopes)
-    holdings = _collect_holdings(inventories, scopes)
+    holdings = _named(inventories, trees, _collect_holdings(inventories, scopes))
     if replicas == "compare":
         _check_meshes(inventories, holdings)
     leaves, parts, sizes = _assign_parts(len(inventories), holdings)
@@ -146,9 +148,12 @@ def _assign_trees(inventories: Sequence[Inventory], scopes: Sequence[tuple[str, 
         if len({tree.kind for _, tree in held}) > 1:
             raise UsageError("the ranks have different kinds of object under this name", component=first.component)
         merged = None
-        # The ranks that share a per-rank state do so on the user's word: the first one's counts.
-        mergeable = first.kind != "values" and not layout.is_rank_scope(scope)
-        if mergeable and len({tree.digest for _, tree in held}) > 1:
+        if len({tree.digest for _, tree in held}) == 1:
+            pass
+        elif all(tree.united for _, tree in held):
+            merged, owner = reduce(union_of, (msgspec.msgpack.decode(tree.values) for _, tree in held)), 0
+        elif first.kind != "values" and not layout.is_rank_scope(scope):
+            # The ranks that share a per-rank state do so on the user's word: the first one's counts.
             merged, owner = _merge(first.component, scope, [tree for _, tree in held]), 0
         trees[name] = TreePlan(first.component, first.kind, scope, owner, merged, first.type)
     return trees
@@ -201,6 +206,26 @@ def _merge_into(merged: dict[str, Any], values: dict[str, Any], path: str) -> No
                 "or wrap the component in PerRank or Shared",
             )
         _merge_into(known, value, f"{path}.{name}")
+
+
+def _named(
+    inventories: Sequence[Inventory], trees: Mapping[str, TreePlan], holdings: dict[str, _Holding]
+) -> dict[str, _Holding]:
+    """Leave out what a rank holds under a key of which an earlier rank's value counts: no tree names it."""
+    named = {
+        name: {layout.leaf_name(name, reference) for reference in references(tree.merged)}
+        for name, tree in trees.items()
+        if tree.merged is not None and tree.kind == "values"
+    }
+    if not named:
+        return holdings
+
+    def is_named(leaf: str, holding: _Holding) -> bool:
+        rank, part = holding.first
+        tree = inventories[rank].trees[part.tree]
+        return tree.scope != "" or tree.component not in named or leaf in named[tree.component]
+
+    return {leaf: holding for leaf, holding in holdings.items() if is_named(leaf, holding)}
 
 
 @dataclass(slots=True)
