@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from holdfast.errors import StateMismatchError, UsageError
@@ -287,6 +288,16 @@ def get_rng_state() -> dict[str, Any]:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = list(torch.cuda.get_rng_state_all())
     return state
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Put the random state of this process back as it was, whatever runs inside."""
+    before = get_rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(before)
 
 
 def check_rng_state(state: Any) -> None:

@@ -116,7 +116,7 @@ def scope_of(component: Any, *, rank: int, size: int, pipeline_stage: int | None
     """Which ranks share this component's state; None when only comparing their states can tell."""
     if isinstance(component, PerRank):
         return rank_scope(component.place(rank, size)[0])
-    if isinstance(component, RNGState) or _is_loader(component):
+    if isinstance(component, RNGState) or is_loader(component):
         return rank_scope(rank)
     if isinstance(component, Shared):
         return ""
@@ -380,5 +380,6 @@ def _require_state(name: str, component: Any) -> None:
         )
 
 
-def _is_loader(component: Any) -> bool:
+def is_loader(component: Any) -> bool:
+    """Return whether this is a data loader, of which every rank has its own state."""
     return isinstance(component, torch.utils.data.DataLoader) or is_stateful_loader(component)

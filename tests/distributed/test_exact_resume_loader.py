@@ -200,3 +200,21 @@ def test_a_save_before_the_first_batch_resumes_exactly_wherever_the_random_state
     with opened(second) as manager:
         manager.restore()
         assert second.train(0, manager, -1) == uninterrupted
+
+
+@pytest.mark.guarantee("G8")
+def test_a_loader_that_is_attached_after_the_restore_leaves_the_random_state(tmp_path: Path) -> None:
+    first, second = Training(0, 1), Training(0, 1)
+    batches = iter(first.loader)
+    next(batches)
+    with holdfast.CheckpointManager(tmp_path / "run", first.state, mode="sync") as manager:
+        manager.save(1)
+    state: dict[str, Any] = dict(second.state)
+    loader = state.pop("loader")
+    with holdfast.CheckpointManager(tmp_path / "run", state, mode="sync") as manager:
+        manager.restore()
+        expected = torch.get_rng_state()
+        assert manager.attach("loader", loader)
+        assert torch.equal(torch.get_rng_state(), expected)
+        assert torch.equal(next(iter(loader)), next(batches))
+        assert torch.equal(torch.get_rng_state(), expected)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+import random
+from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
+import holdfast
 from holdfast.loaders import shield_random_state
 
 
@@ -57,3 +61,30 @@ def test_the_first_iterator_of_a_restored_loader_alone_leaves_the_random_state()
     assert torch.equal(torch.get_rng_state(), before)
     loader._get_iterator()
     assert not torch.equal(torch.get_rng_state(), before)
+
+
+class Drawing:
+    """A component that draws random numbers when it is asked for its state."""
+
+    def __init__(self) -> None:
+        self.noise = torch.zeros(3)
+
+    def state_dict(self) -> dict[str, Any]:
+        random.random()
+        numpy.random.rand()
+        return {"noise": torch.rand(3) * 0.0 + self.noise}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.noise = state["noise"]
+
+
+def test_to_fit_a_component_into_a_checkpoint_leaves_the_random_state(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    with holdfast.CheckpointManager(tmp_path, {"model": model, "drawing": Drawing()}, mode="sync") as manager:
+        manager.save(1)
+    with holdfast.CheckpointManager(tmp_path, {"model": model}, mode="sync") as manager:
+        manager.restore()
+        before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()  # type: ignore[index]
+        assert manager.attach("drawing", Drawing())
+        assert torch.equal(torch.get_rng_state(), before[0])
+        assert (random.getstate(), numpy.random.get_state()[1].tolist()) == before[1:]  # type: ignore[index]

@@ -23,6 +23,7 @@ from holdfast.components import (
     check_rng_state,
     has_plain_state,
     load_state,
+    random_state_kept,
     state_of,
 )
 from holdfast.errors import CorruptCheckpointError, HoldfastError, StateMismatchError
@@ -35,7 +36,7 @@ from holdfast.live import (
     state_keys,
     tree_of,
 )
-from holdfast.naming import cut_at, cuts_of, kind_of, optimizer_names, scopes_in_world, unwrap
+from holdfast.naming import cut_at, cuts_of, is_loader, kind_of, optimizer_names, scopes_in_world, unwrap
 from holdfast.records import layout
 from holdfast.records.boxes import Cut
 from holdfast.records.codec import Json, Subclass, class_name, decode, subclass_of, typed
@@ -533,15 +534,16 @@ class _Matcher:
 
     def _template(self, tree: TreeRecord) -> Mapping[str, torch.Tensor]:
         """The component's live tensors, where the saved ones must know a device or a mesh to go to."""
-        if isinstance(self.component, RNGState):
+        # A loader that is asked for its state builds an iterator, and its tensors belong on the CPU anyway.
+        if isinstance(self.component, RNGState) or is_loader(self.component):
             return {}
         own = [name for name in self.saved.leaves if name.startswith(f"{tree.name}.")]
         excluded = {name for name in own if self.strategy.excluding(name) is not None}
         per_rank = isinstance(self.component, PerRank)
         if not own or (per_rank and not excluded):
             return {}
-        live = tree_of(self.fitted.component, self.component, self._live_state(), None).tensors
-        # The state of a loader is asked for only where some of it is to be kept.
+        with random_state_kept():
+            live = tree_of(self.fitted.component, self.component, self._live_state(), None).tensors
         kept = {path: tensor for path, tensor in live.items() if layout.leaf_name(tree.name, path) in excluded}
         return kept if per_rank else live
 
@@ -608,7 +610,8 @@ class _Matcher:
     ) -> torch.Tensor:
         """A tensor of a wrapper subclass: the live one, filled, or a new one of the same class and context."""
         if self.live_subclasses is None:
-            self.live_subclasses = live_subclasses(self._live_state())
+            with random_state_kept():
+                self.live_subclasses = live_subclasses(self._live_state())
         live = self.live_subclasses.get(place[len(tree.name) + 1 :])
         if live is None:
             return self._new_subclass(tree, place, saved, parameter)

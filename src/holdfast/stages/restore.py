@@ -7,15 +7,16 @@ tensor has changed. Then models and optimizers. The random state comes last: tak
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from holdfast.components import RNGState
+from holdfast.components import RNGState, random_state_kept
 from holdfast.errors import HoldfastError, StateMismatchError
 from holdfast.loaders import shield_random_state
-from holdfast.naming import unwrap
+from holdfast.naming import is_stateful_loader, unwrap
 from holdfast.records.targets import Fitted
 
 
@@ -24,7 +25,10 @@ def restore_values(fitted: Sequence[Fitted], components: Mapping[str, Any]) -> N
     done: list[str] = []
     for one in fitted:
         if one.kind == "values" and not _is_random_state(one, components):
-            _take_up(one, _before(done))
+            # A loader may build an iterator, which draws; the random state need not be restored after it.
+            loads = is_stateful_loader(unwrap(components[one.component]))
+            with random_state_kept() if loads else nullcontext():
+                _take_up(one, _before(done))
             shield_random_state(unwrap(components[one.component]))
             done.append(one.component)
 
