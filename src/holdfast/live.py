@@ -128,12 +128,16 @@ def _led(component: Any, kind: str, scope: str | None, tensors: Mapping[str, Any
 
 
 def _buffers(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> Set[str]:
-    """The tensors that are no parameter: neither by their name nor, where a hook has renamed one, by their memory."""
+    """Return the paths of the module's own buffers, found by their memory. An extra state, or a tensor that a hook
+    made, is compared as parameters are: nothing makes it the same on all ranks at the next forward pass."""
     rest = tensors.keys() - set(parameter_names(module).values())
     if not rest:
         return rest
-    places = {address(part) for parameter in module.parameters() for _, part in plain_parts(parameter)} - {0}
-    return {path for path in rest if address(tensors[path]) not in places}
+    own, buffers = (
+        {address(part) for tensor in some for _, part in plain_parts(tensor)} - {0}
+        for some in (module.parameters(), module.buffers())
+    )
+    return {path for path in rest if address(tensors[path]) in buffers - own}
 
 
 def component_state(name: str, component: Any, components: Mapping[str, Any]) -> Any:

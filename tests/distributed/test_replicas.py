@@ -206,7 +206,77 @@ def an_optimizer_over_models_of_different_scopes(rank: int, folder: Path) -> Any
     return caught(lambda: manager_of(folder, mixed)), caught(lambda: manager_of(folder, shared))
 
 
+def moments_that_one_rank_lacks(rank: int, folder: Path) -> Any:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    for index, parameter in enumerate(model.parameters()):
+        if rank == 0 or index < 2:
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer}
+    error = caught(lambda: manager_of(folder / "compared", state).save(1))
+    trusted = manager_of(folder / "trusted", state, replicas="trust").save(1).wait().step
+    return error, trusted, list(folder.glob("compared/**/*.safetensors"))
+
+
+def one_moment_that_one_rank_lacks(rank: int, folder: Path) -> Any:
+    model = nn.Linear(2, 2, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    step_once(model, optimizer)
+    if rank == 1:
+        del optimizer.state[model.weight]["exp_avg"]
+    return caught(lambda: manager_of(folder, {"model": model, "optimizer": optimizer}).save(1))
+
+
+def moments_of_other_parameters(rank: int, folder: Path) -> Any:
+    """Ranks of a pipeline: each has parameters of its own, with state, and one of both that nobody has stepped."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"shared": nn.Linear(2, 2), f"own_{rank}": nn.Linear(2, 2)})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for parameter in model[f"own_{rank}"].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return manager_of(folder, {"model": model, "optimizer": optimizer}).save(1).wait().step
+
+
+class Extra(nn.Module):
+    """A module whose extra state is a tensor."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.extra = torch.full((2,), value)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.extra
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.extra = state
+
+
+def half_of(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    state[f"{prefix}half"] = state.pop(f"{prefix}weight").clone().half()
+
+
+def tensors_that_are_no_buffers(rank: int, folder: Path) -> Any:
+    renamed = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(renamed.weight, rank + 1.0)
+    renamed.register_state_dict_post_hook(half_of)
+    buffered = nn.BatchNorm1d(2)
+    buffered.running_mean.fill_(rank + 1.0)  # type: ignore[union-attr]
+    return (
+        caught(lambda: manager_of(folder / "extra", {"model": Extra(rank + 1.0)}).save(1)),
+        caught(lambda: manager_of(folder / "renamed", {"model": renamed}).save(1)),
+        manager_of(folder / "buffered", {"model": DistributedDataParallel(buffered)}).save(1).wait().step,
+    )
+
+
 TWO_RANKS = [
+    moments_that_one_rank_lacks,
+    one_moment_that_one_rank_lacks,
+    moments_of_other_parameters,
+    tensors_that_are_no_buffers,
     a_drifted_replica,
     moments_that_differ,
     bits_count_and_not_values,
@@ -255,6 +325,38 @@ def test_a_drifted_replica_is_an_error_that_names_leaf_and_ranks_until_it_is_men
 @pytest.mark.guarantee("G2")
 def test_moments_that_differ_are_an_error_also_where_the_weights_are_the_same(two: tuple[Play, Path]) -> None:
     check_difference(two[0]("moments_that_differ"), "optimizer.state.0.weight.exp_avg", "12 of 24")
+
+
+@pytest.mark.guarantee("G2")
+def test_optimizer_state_that_one_replica_lacks_is_an_error_unless_replicas_are_trusted(two: tuple[Play, Path]) -> None:
+    seen = two[0]("moments_that_one_rank_lacks")
+    error = the_same_error([first for first, *_ in seen])
+    assert isinstance(error, UsageError)
+    assert error.leaf == "optimizer.state.1.weight"
+    assert "rank 0" in error.problem
+    assert "rank 1" in error.problem
+    assert "replicas='trust'" in error.advice
+    assert [trusted for _, trusted, _ in seen] == [1, 1]
+    assert [written for *_, written in seen] == [[], []]
+
+
+@pytest.mark.guarantee("G2")
+def test_a_single_entry_of_optimizer_state_that_one_replica_lacks_is_an_error(two: tuple[Play, Path]) -> None:
+    error = the_same_error(two[0]("one_moment_that_one_rank_lacks"))
+    assert isinstance(error, UsageError)
+    assert error.leaf == "optimizer.state.weight.exp_avg"
+
+
+def test_optimizer_state_of_parameters_that_another_rank_does_not_have_is_no_difference(two: tuple[Play, Path]) -> None:
+    assert two[0]("moments_of_other_parameters") == [1, 1]
+
+
+@pytest.mark.guarantee("G2")
+def test_extra_states_and_tensors_that_a_hook_made_are_compared_and_buffers_are_not(two: tuple[Play, Path]) -> None:
+    seen = two[0]("tensors_that_are_no_buffers")
+    check_difference([extra for extra, *_ in seen], "model._extra_state", "1 of 2 replicated leaves differ")
+    check_difference([renamed for _, renamed, _ in seen], "model.half", "1 of 1 replicated leaves differ")
+    assert [step for *_, step in seen] == [1, 1]
 
 
 def test_replicas_are_compared_by_their_bits(two: tuple[Play, Path]) -> None:

@@ -81,6 +81,7 @@ def plan(inventories: Sequence[Inventory], replicas: Replicas = "compare") -> Gl
     holdings = _named(inventories, trees, _collect_holdings(inventories, scopes))
     if replicas == "compare":
         _check_meshes(inventories, holdings)
+        _check_optimizer_states(inventories, trees)
     leaves, parts, sizes = _assign_parts(len(inventories), holdings)
     sets, compared = _replica_sets(inventories, holdings) if replicas == "compare" else ((), ())
     duties = tuple(
@@ -275,6 +276,54 @@ def _check_meshes(inventories: Sequence[Inventory], holdings: dict[str, _Holding
                     advice="give pipeline_stage= to the manager when pipeline stages' names collide, or wrap the "
                     "component in PerRank; if the meshes hold replicas of one tensor, pass replicas='trust'",
                 )
+
+
+def _check_optimizer_states(inventories: Sequence[Inventory], trees: Mapping[str, TreePlan]) -> None:
+    """Refuse optimizer state of a parameter that one of the ranks with that parameter has and another one lacks.
+
+    Ranks that hold the same values have nothing to merge, and nothing to look for.
+    """
+    for tree in trees.values():
+        if tree.kind != "optimizer" or tree.merged is None or _is_led(inventories, tree.component):
+            continue
+        states: dict[str, dict[int, Any]] = {}
+        for rank, inventory in enumerate(inventories):
+            for entry in inventory.trees:
+                if entry.component == tree.component:
+                    _note_states(states, rank, msgspec.msgpack.decode(entry.values))
+        for parameter, of_rank in states.items():
+            _refuse_lack(tree.component, f"{tree.name}.state.{parameter}", of_rank)
+
+
+def _is_led(inventories: Sequence[Inventory], component: str) -> bool:
+    """Whether of this component the first rank's state counts, on the user's word."""
+    return any(
+        part.led and inventory.trees[part.tree].component == component
+        for inventory in inventories
+        for part in inventory.parts
+    )
+
+
+def _note_states(states: dict[str, dict[int, Any]], rank: int, values: Any) -> None:
+    for group in values.get("param_groups", ()):
+        for parameter in group["params"]:
+            states.setdefault(parameter, {})[rank] = values.get("state", {}).get(parameter, {})
+
+
+def _refuse_lack(component: str, leaf: str, of_rank: Mapping[int, Any]) -> None:
+    """Raise for the first entry that some of the ranks have, in the order of the entries."""
+    for key in dict.fromkeys(key for state in of_rank.values() for key in state):
+        having = [rank for rank, state in of_rank.items() if key in state]
+        lacking = [rank for rank in of_rank if rank not in having]
+        if lacking:
+            empty = not any(of_rank[rank] for rank in lacking)
+            raise UsageError(
+                f"the optimizer has this state on {ranks_in_words(having)} and lacks it on {ranks_in_words(lacking)}",
+                component=component,
+                leaf=leaf if empty else f"{leaf}.{key}",
+                advice="step the parameter on all of these ranks or on none, or wrap the optimizer in PerRank; "
+                "replicas='trust' stores the state of the ranks that have it",
+            )
 
 
 def _regions(meshes: Iterable[tuple[int, ...]]) -> dict[int, int]:
