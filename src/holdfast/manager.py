@@ -392,6 +392,7 @@ class CheckpointManager:
         catalog, chosen, explicit = self._locate_together(selector)
         if self._resume == "never" and not explicit:
             left = on_leader(self._ranks, "list what is left", self._left_by_a_fresh_start, returns=tuple[str, ...])
+            self._start_line()
             return RestoreResult(resumed=False, passed_over=left)
         own_run = catalog is self._catalog
         waited = time.monotonic() - started
@@ -406,6 +407,7 @@ class CheckpointManager:
                     run=catalog.storage.url,
                     advice="check the path" if explicit else "check the path, or use resume='auto' to start fresh",
                 )
+            self._start_line()
             return RestoreResult(resumed=False, passed_over=tuple(map(str, loaded.passed_over)))
         self._source, self._strategy = (catalog, loaded.checkpoint), strategy
         self._await_components(loaded.checkpoint, loaded.unclaimed)
@@ -743,10 +745,13 @@ class CheckpointManager:
             "config": checkpoint.config,
         }
         if not strategy.progress:
+            self._start_line(checkpoint if own_run else None)
             return RestoreResult(resumed=False, **parts)
-        self._pace.note_start(checkpoint.epoch)
         if own_run:
             self._saver.continue_from(checkpoint)
+        else:
+            self._start_line()
+        self._pace.note_start(checkpoint.epoch)
         if self._ranks.rank == 0:
             logger.info("resumed from step %d (%s)", checkpoint.step, checkpoint.path)
         return RestoreResult(
@@ -758,6 +763,12 @@ class CheckpointManager:
             extra=dict(checkpoint.extra),
             **parts,
         )
+
+    def _start_line(self, restored: Checkpoint | None = None) -> None:
+        """Begin at step 0, or with the state of another run: no checkpoint of this run is one of this training's own, so
+        no save may take one for its own, whatever the manager did before."""
+        self._saver.start_line(restored)
+        self._pace.note_fresh_start()
 
     def _check_open(self) -> None:
         self._saver.require_own_process()

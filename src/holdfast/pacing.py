@@ -111,6 +111,10 @@ class Pace:
         """A run begins, afresh or again, with so many epochs done, where that is known."""
         self._last_epoch, self._asked, self.epoch = epoch, None, epoch
 
+    def note_fresh_start(self) -> None:
+        """Begin with no epoch done, whatever was done before."""
+        self._last_epoch, self._asked, self.epoch = 0, None, None
+
     def note_save(self) -> None:
         self._last_save = self._time.now()
         self._saved_causes = self._causes

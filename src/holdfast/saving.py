@@ -107,6 +107,7 @@ class Saver:
         self.events: deque[Event] = deque(maxlen=_REMEMBERED_EVENTS)
         self.head: str | None = None
         self._line: tuple[tuple[int, int], ...] = ()
+        self._own: tuple[tuple[int, int], ...] | None = None
         self.on_commit: Callable[[], None] = lambda: None
         self._catalog = catalog
         self._ranks = ranks
@@ -201,6 +202,19 @@ class Saver:
     def continue_from(self, checkpoint: Checkpoint) -> None:
         """What is saved from now on goes back to this one."""
         self.head, self._line = checkpoint.digest, line_after(self._catalog.lineage_of(checkpoint))
+        self._own = self._line
+
+    def start_line(self, restored: Checkpoint | None = None) -> None:
+        """Start a new line: the next save has no parent, and no step counts as committed. `restored` is the checkpoint of
+        this run from which state was taken, if any."""
+        self.head, self._line = None, ()
+        self._own = () if restored is None else ((restored.sequence, restored.sequence),)
+
+    @property
+    def own(self) -> tuple[tuple[int, int], ...] | None:
+        """The sequence numbers of the checkpoints that this training restored or saved, and of those they go back to, as
+        ranges; None as long as it did neither."""
+        return self._own
 
     @property
     def storage(self) -> Storage:
@@ -670,6 +684,7 @@ class Saver:
     def _note_commit(self, pending: PendingSave, saved: Saved) -> None:
         if not saved.skipped:
             self._line = lengthened(self._line, saved.sequence)
+            self._own = lengthened(self._own or (), saved.sequence)
         self.head = saved.digest
         self._leader.note_commit(pending.step, saved)
         # Now, while it is the newest, which nobody removes.
