@@ -826,6 +826,11 @@ def choose(scan: Scan, selector: Selector) -> Checkpoint | None:
     return next((found for found in scan.checkpoints if not found.damage), None)
 
 
+def choose_own(scan: Scan, step: int, own: Sequence[tuple[int, int]]) -> Checkpoint | None:
+    """Return the newest checkpoint of a step whose sequence number lies in one of the ranges."""
+    return next((found for found in scan.checkpoints if found.step == step and lies_on(own, found.sequence)), None)
+
+
 def set_aside(scan: Scan) -> list[Skipped]:
     """The checkpoints whose bytes were found to be damaged."""
     return [

@@ -17,7 +17,7 @@ from typing import Any, Literal, Self, TypeVar, get_args
 
 from holdfast.background import PendingSave
 from holdfast.carrying import bound_to_ranks, carried_guards, carry
-from holdfast.catalog import Catalog, Checkpoint
+from holdfast.catalog import Catalog, Checkpoint, choose_own
 from holdfast.components import RNGState, Sharded, check_covers
 from holdfast.errors import CheckpointNotFoundError, ClosedError, HoldfastError, RunInUseError, UsageError
 from holdfast.handle import SaveHandle
@@ -208,7 +208,7 @@ class CheckpointManager:
             own_line=True,
             tell=lambda event: saver.tell(event),
         )
-        self._reports = Reports(self._catalog, self._housekeeper)
+        self._reports = Reports(self._catalog, self._housekeeper, own=lambda: saver.own)
         self._saver.on_commit = partial(_after_commit, self._reports, self._housekeeper)
         if save is not None:
             self._hold_run()
@@ -540,9 +540,14 @@ class CheckpointManager:
         return catalog.find(chosen)
 
     def report(self, step: int, metrics: Mapping[str, Any]) -> bool:
-        """Add metrics to the checkpoint of a step after it was saved: ranking and `best` follow. False, and a warning,
-        when there is no such checkpoint; it may have been removed. While the save of the step is pending they are kept
-        and written when it is committed; if that fails again and again, the next call raises it."""
+        """Add metrics to the checkpoint of a step after it was saved: ranking and `best` follow. While the save of the
+        step is pending they are kept and written when it is committed; if that fails again and again, the next call
+        raises it.
+
+        Only a checkpoint on this manager's own line (what it restored and saved since) is changed. False, and a
+        warning, when there is none; it may have been removed. A manager that neither restored nor saved adds them to
+        the newest checkpoint of that step.
+        """
         self._check_open()
         step = plain_step(step)
         said = self._on_all("report", lambda: (check_step(step), _reported(metrics))[1], same=repr(step))
@@ -569,7 +574,11 @@ class CheckpointManager:
             self._housekeeper.tidy_behind()
 
     def tag(self, selector: str | int, tag: str) -> None:
-        """Give a checkpoint a name. It is never removed as long as it has one."""
+        """Give a checkpoint a name. It is never removed as long as it has one.
+
+        A step means this manager's own line (what it restored and saved since) where that has the step, otherwise the
+        newest checkpoint of that step. The same holds for `untag`.
+        """
         self._annotate(selector, tag=tag)
 
     def untag(self, selector: str | int, tag: str) -> None:
@@ -582,12 +591,19 @@ class CheckpointManager:
         self._on_all("annotate", lambda: check_tag(tag or untag), same=repr((selector, tag, untag)))
 
         def work() -> None:
-            found = self._catalog.find(parse_selector(selector))
+            found = self._find_to_annotate(parse_selector(selector))
             if untag and untag not in found.tags:
                 raise CheckpointNotFoundError(f"'{selector}' has no tag '{untag}'", run=self._catalog.storage.url)
             self._note_and_tidy(found, tag=tag, untag=untag)
 
         on_leader(self._ranks, "annotate", work, returns=None)
+
+    def _find_to_annotate(self, selector: Selector) -> Checkpoint:
+        """Return the checkpoint that a selector names: of several of one step, the one on this manager's line."""
+        found, own = self._catalog.find(selector), self._saver.own
+        if selector.kind != "step" or own is None:
+            return found
+        return choose_own(self._catalog.survey(), selector.step, own) or found
 
     def retention(self) -> list[Decision]:
         """What `keep` would keep and remove now, each with its reasons, the latest first. Does nothing."""
@@ -749,6 +765,7 @@ class CheckpointManager:
             return RestoreResult(resumed=False, **parts)
         if own_run:
             self._saver.continue_from(checkpoint)
+            self._reports.drop_failed()
         else:
             self._start_line()
         self._pace.note_start(checkpoint.epoch)
@@ -765,9 +782,10 @@ class CheckpointManager:
         )
 
     def _start_line(self, restored: Checkpoint | None = None) -> None:
-        """Begin at step 0, or with the state of another run: no checkpoint of this run is one of this training's own, so
-        no save may take one for its own, whatever the manager did before."""
+        """Begin at step 0, or with the state of another run: no checkpoint of this run belongs to this training yet, so
+        no save may be skipped for one, whatever the manager did before."""
         self._saver.start_line(restored)
+        self._reports.drop_failed()
         self._pace.note_fresh_start()
 
     def _check_open(self) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from holdfast.background import PendingSave
-from holdfast.catalog import Catalog, choose
+from holdfast.catalog import Catalog, Checkpoint, Scan, choose, choose_own
 from holdfast.errors import CheckpointNotFoundError, HoldfastError, SaveFailedError
 from holdfast.housekeeping import Housekeeper
 from holdfast.records.selector import Selector
@@ -27,16 +28,35 @@ _PAUSES_SECONDS = (0.05, 0.2, 0.8)
 
 @dataclass(slots=True)
 class _Waiting:
-    """Metrics of one step that are not written yet, and why not, where writing them failed."""
+    """Metrics of one step that are not written yet, the save that they were reported of, and why they are not written,
+    where writing them failed."""
 
+    pending: PendingSave
     metrics: dict[str, Any]
     error: HoldfastError | None = None
 
+    @property
+    def failed(self) -> bool:
+        """Whether the save failed, so that the metrics belong to no checkpoint so far."""
+        return self.pending.done() and self.pending.error is not None
+
+    @property
+    def folder(self) -> str:
+        """The checkpoint of the save; empty as long as it is not committed."""
+        return self.pending.folder if self.pending.done() and self.pending.error is None else ""
+
 
 class Reports:
-    """The metrics that are still to be written, by step."""
+    """The metrics that are still to be written, by step.
 
-    def __init__(self, catalog: Catalog, housekeeper: Housekeeper) -> None:
+    own: returns the sequence numbers of the checkpoints that this training restored or saved, and of those it goes back
+        to, as ranges; None when it did neither. Metrics of a step are added to no other checkpoint.
+    """
+
+    def __init__(
+        self, catalog: Catalog, housekeeper: Housekeeper, *, own: Callable[[], Sequence[tuple[int, int]] | None]
+    ) -> None:
+        self._own = own
         self._catalog = catalog
         self._housekeeper = housekeeper
         self._waiting: dict[int, _Waiting] = {}
@@ -46,7 +66,8 @@ class Reports:
     def add(self, pending: PendingSave, metrics: dict[str, Any]) -> None:
         """Write metrics when a pending save is committed, in the background."""
         with self._lock:
-            waiting = self._waiting.setdefault(pending.step, _Waiting({}))
+            waiting = self._waiting.setdefault(pending.step, _Waiting(pending, {}))
+            waiting.pending = pending
             waiting.metrics.update(metrics)
         self._housekeeper.do_behind(partial(self._write_after, pending))
 
@@ -73,21 +94,35 @@ class Reports:
         except HoldfastError as error:
             failure = error
         for step, waiting in list(self._waiting.items()):
-            why = waiting.error or "the step was not committed"
-            logger.warning("the metrics %s of step %d were never written: %s", ", ".join(waiting.metrics), step, why)
+            _warn_of_loss(step, waiting, waiting.error or "the step was not committed")
         return failure
 
-    def write_now(self, step: int, metrics: dict[str, Any]) -> bool:
-        """Write metrics of a step that is committed. False, and a warning, when there is no such checkpoint."""
-        found = choose(self._catalog.scan(), Selector("step", step=step))
+    def drop_failed(self) -> None:
+        """Drop the metrics of saves that failed, with a warning: the training goes on from another state, whose
+        checkpoints of these steps they do not describe."""
+        for step, waiting in list(self._waiting.items()):
+            if waiting.failed:
+                self._forget(step, waiting)
+                _warn_of_loss(step, waiting, "its save failed, and another state was restored since")
+
+    def write_now(self, step: int, metrics: dict[str, Any], folder: str = "") -> bool:
+        """Write metrics of a step that is committed, in `folder` where that is known. False, and a warning, when there
+        is no such checkpoint on the line of this training."""
+        found = self._find(self._catalog.scan(), step, folder)
         try:
             if found is not None:
                 self._housekeeper.note(found, metrics=metrics)
                 return True
         except CheckpointNotFoundError:
             pass  # removed between the scan and the note
-        logger.warning("there is no checkpoint of step %d any more to add metrics to", step)
+        logger.warning("there is no checkpoint of step %d on the line of this training to add metrics to", step)
         return False
+
+    def _find(self, scan: Scan, step: int, folder: str) -> Checkpoint | None:
+        own = self._own()
+        if folder:
+            return choose(scan, Selector("folder", name=folder))
+        return choose(scan, Selector("step", step=step)) if own is None else choose_own(scan, step, own)
 
     def _write_after(self, pending: PendingSave) -> None:
         pending.wait()
@@ -95,15 +130,18 @@ class Reports:
             self._write(pending.step, pauses=_PAUSES_SECONDS)
             self._housekeeper.tidy_behind()
             return
-        logger.warning(
-            "the save of step %d failed; its reported metrics are added when that step is committed", pending.step
-        )
+        waiting = self._waiting.get(pending.step)
+        if waiting is not None and waiting.pending is pending:
+            logger.warning(
+                "the save of step %d failed; its reported metrics are added when that step is committed", pending.step
+            )
 
     def _write_committed(self) -> None:
-        committed = {found.step for found in self._catalog.scan().checkpoints}
-        for step in committed & set(self._waiting):
-            self._write(step, pauses=_PAUSES_SECONDS)
-            self._housekeeper.tidy_behind()
+        scan = self._catalog.scan()
+        for step, waiting in list(self._waiting.items()):
+            if self._find(scan, step, waiting.folder) is not None:
+                self._write(step, pauses=_PAUSES_SECONDS)
+                self._housekeeper.tidy_behind()
 
     def _write(self, step: int, *, pauses: tuple[float, ...]) -> None:
         """Write the metrics of a step, trying again after each pause; note the error when all tries failed."""
@@ -113,7 +151,7 @@ class Reports:
         for pause in (*pauses, None):
             try:
                 said = dict(waiting.metrics)
-                self.write_now(step, said)
+                self.write_now(step, said, waiting.folder)
             except HoldfastError as error:
                 waiting.error = error
             else:
@@ -129,6 +167,10 @@ class Reports:
         with self._lock:
             if (written is None or waiting.metrics == written) and self._waiting.get(step) is waiting:
                 del self._waiting[step]
+
+
+def _warn_of_loss(step: int, waiting: _Waiting, why: object) -> None:
+    logger.warning("the metrics %s of step %d were never written: %s", ", ".join(waiting.metrics), step, why)
 
 
 def _not_written(step: int, waiting: _Waiting, error: HoldfastError) -> SaveFailedError:

@@ -205,15 +205,15 @@ class Saver:
         self._own = self._line
 
     def start_line(self, restored: Checkpoint | None = None) -> None:
-        """Start a new line: the next save has no parent, and no step counts as committed. `restored` is the checkpoint of
-        this run from which state was taken, if any."""
+        """Start a new line: the next save has no parent, and no step counts as committed. `restored` is the checkpoint
+        of this run from which state was taken, if any."""
         self.head, self._line = None, ()
         self._own = () if restored is None else ((restored.sequence, restored.sequence),)
 
     @property
     def own(self) -> tuple[tuple[int, int], ...] | None:
-        """The sequence numbers of the checkpoints that this training restored or saved, and of those they go back to, as
-        ranges; None as long as it did neither."""
+        """The sequence numbers of the checkpoints that this training restored or saved, and of those it goes back to,
+        as ranges; None as long as it did neither."""
         return self._own
 
     @property

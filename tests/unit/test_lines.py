@@ -1,4 +1,4 @@
-"""The line of a manager: what it restored and saved since. Each start has one of its own, and annotations stay on it."""
+"""The line of a manager: what it restored and saved since. Each start has its own, and annotations stay on it."""
 
 from __future__ import annotations
 
@@ -149,3 +149,121 @@ def test_epochs_begin_anew_after_a_warm_start(tmp_path: Path) -> None:
         manager.restore(strategy=LoadStrategy.warm_start())
         manager.save(5)
         assert manager.checkpoints()[0].epoch is None
+
+
+# What is said of a step later
+
+
+class Gated(MemoryStorage):
+    """A storage on which everything of step 7 waits for the gate, and then fails, as long as it is `closed`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.closed = False
+        self.gate = threading.Event()
+
+    def put(self, key: str, data: bytes) -> None:
+        if self.closed and key.startswith("step-000000007"):
+            assert self.gate.wait(_PATIENCE_SECONDS)
+            raise StorageError("no room for step 7", errno=errno.EIO, file=key)
+        super().put(key, data)
+
+
+def losses(run: Any) -> dict[int, Any]:
+    return {found.sequence: found.metrics.get("loss") for found in holdfast.checkpoints(run)}
+
+
+def two_steps_saved(run: Any, **options: Any) -> None:
+    """Save steps 5 and 7, with the sequence numbers 1 and 2."""
+    with opened(run, **options) as manager:
+        manager.save(5, metrics={"loss": 5.0})
+        manager.save(7, metrics={"loss": 7.0})
+
+
+@pytest.mark.guarantee("G6")
+def test_a_report_never_changes_a_checkpoint_of_another_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    two_steps_saved(tmp_path)
+    with opened(tmp_path) as manager:
+        manager.restore(5)
+        manager.save(6)
+        with caplog.at_level(logging.WARNING, logger="holdfast"):
+            assert manager.report(7, {"loss": -100.0}) is False
+        assert [text for text in caplog.messages if "step 7" in text and "line" in text]
+        assert manager.report(5, {"loss": 4.0}), "what was restored is on the line"
+        assert manager.report(6, {"loss": 6.0})
+    assert losses(tmp_path) == {1: 4.0, 2: 7.0, 3: 6.0}
+
+
+def test_a_report_of_a_manager_that_neither_restored_nor_saved_goes_to_the_newest_of_the_step(tmp_path: Path) -> None:
+    two_steps_saved(tmp_path)
+    two_steps_saved(tmp_path)
+    with opened(tmp_path) as manager:
+        assert manager.report(7, {"loss": 1.0})
+    assert losses(tmp_path) == {1: 5.0, 2: 7.0, 3: 5.0, 4: 1.0}
+
+
+def test_a_report_after_a_warm_start_goes_to_what_was_restored_or_saved_since(tmp_path: Path) -> None:
+    two_steps_saved(tmp_path)
+    with opened(tmp_path) as manager:
+        manager.restore(7, strategy=LoadStrategy.weights_only())
+        assert manager.report(7, {"loss": 1.0}), "an evaluation of weights that were restored alone"
+        assert manager.report(5, {"loss": -1.0}) is False
+        manager.save(7)
+        assert manager.report(7, {"loss": 2.0})
+    assert losses(tmp_path) == {1: 5.0, 2: 1.0, 3: 2.0}
+
+
+@pytest.mark.guarantee("G6")
+def test_metrics_of_a_save_that_failed_are_not_added_to_another_line(caplog: pytest.LogCaptureFixture) -> None:
+    storage = Gated()
+    two_steps_saved("run", storage=storage)
+    with caplog.at_level(logging.WARNING, logger="holdfast"):
+        with opened("run", storage=storage, mode="async") as manager:
+            manager.restore(5)
+            manager.save(6).wait()
+            storage.closed = True
+            manager.save(7)
+            assert manager.report(7, {"loss": -100.0})
+            storage.gate.set()
+            with pytest.raises(holdfast.HoldfastError):
+                manager.wait()
+            storage.closed = False
+            manager.save(8).wait()
+    assert losses(storage) == {1: 5.0, 2: 7.0, 3: None, 4: None}
+    assert [text for text in caplog.messages if "step 7" in text and "were never written" in text]
+
+
+def test_metrics_of_a_save_that_failed_are_dropped_when_another_line_begins(caplog: pytest.LogCaptureFixture) -> None:
+    storage = Gated()
+    two_steps_saved("run", storage=storage)
+    with caplog.at_level(logging.WARNING, logger="holdfast"):
+        with opened("run", storage=storage, mode="async") as manager:
+            manager.restore(5)
+            storage.closed = True
+            manager.save(7)
+            assert manager.report(7, {"loss": -100.0})
+            storage.gate.set()
+            with pytest.raises(holdfast.HoldfastError):
+                manager.wait()
+            storage.closed = False
+            manager.restore(5)
+            manager.save(7).wait()
+    assert losses(storage) == {1: 5.0, 2: 7.0, 3: None}, "the state that was measured is gone"
+    assert len([text for text in caplog.messages if "step 7" in text and "were never written" in text]) == 1
+
+
+def test_a_tag_by_step_goes_to_the_own_line_first_and_else_to_the_newest(tmp_path: Path) -> None:
+    two_steps_saved(tmp_path)
+    two_steps_saved(tmp_path)
+    with opened(tmp_path) as manager:
+        manager.restore("step-000000005")
+        manager.tag(5, "mine")
+        manager.tag(7, "other")
+        manager.untag(5, "mine")
+        manager.tag("5", "mine-as-well")
+        assert {found.sequence: found.tags for found in manager.checkpoints()} == {
+            1: ("mine-as-well",),
+            2: (),
+            3: (),
+            4: ("other",),
+        }
