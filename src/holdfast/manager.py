@@ -392,7 +392,7 @@ class CheckpointManager:
         catalog, chosen, explicit = self._locate_together(selector)
         if self._resume == "never" and not explicit:
             left = on_leader(self._ranks, "list what is left", self._left_by_a_fresh_start, returns=tuple[str, ...])
-            self._start_line()
+            self._start_line(())
             return RestoreResult(resumed=False, passed_over=left)
         own_run = catalog is self._catalog
         waited = time.monotonic() - started
@@ -407,7 +407,7 @@ class CheckpointManager:
                     run=catalog.storage.url,
                     advice="check the path" if explicit else "check the path, or use resume='auto' to start fresh",
                 )
-            self._start_line()
+            self._start_line(None)
             return RestoreResult(resumed=False, passed_over=tuple(map(str, loaded.passed_over)))
         self._source, self._strategy = (catalog, loaded.checkpoint), strategy
         self._await_components(loaded.checkpoint, loaded.unclaimed)
@@ -761,13 +761,13 @@ class CheckpointManager:
             "config": checkpoint.config,
         }
         if not strategy.progress:
-            self._start_line(checkpoint if own_run else None)
+            self._start_line(((checkpoint.sequence, checkpoint.sequence),) if own_run else ())
             return RestoreResult(resumed=False, **parts)
         if own_run:
             self._saver.continue_from(checkpoint)
             self._reports.drop_failed()
         else:
-            self._start_line()
+            self._start_line(())
         self._pace.note_start(checkpoint.epoch)
         if self._ranks.rank == 0:
             logger.info("resumed from step %d (%s)", checkpoint.step, checkpoint.path)
@@ -781,10 +781,11 @@ class CheckpointManager:
             **parts,
         )
 
-    def _start_line(self, restored: Checkpoint | None = None) -> None:
+    def _start_line(self, own: tuple[tuple[int, int], ...] | None) -> None:
         """Begin at step 0, or with the state of another run: no checkpoint of this run belongs to this training yet, so
-        no save may be skipped for one, whatever the manager did before."""
-        self._saver.start_line(restored)
+        no save may be skipped for one, whatever the manager did before. `own` are the numbers of those that it may
+        report on: of what it restored, or None for any where it restored nothing."""
+        self._saver.start_line(own)
         self._reports.drop_failed()
         self._pace.note_fresh_start()
 

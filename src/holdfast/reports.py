@@ -115,7 +115,9 @@ class Reports:
                 return True
         except CheckpointNotFoundError:
             pass  # removed between the scan and the note
-        logger.warning("there is no checkpoint of step %d on the line of this training to add metrics to", step)
+        logger.warning(
+            "there is no checkpoint of step %d any more on the line of this training to add metrics to", step
+        )
         return False
 
     def _find(self, scan: Scan, step: int, folder: str) -> Checkpoint | None:

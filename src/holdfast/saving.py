@@ -204,11 +204,10 @@ class Saver:
         self.head, self._line = checkpoint.digest, line_after(self._catalog.lineage_of(checkpoint))
         self._own = self._line
 
-    def start_line(self, restored: Checkpoint | None = None) -> None:
-        """Start a new line: the next save has no parent, and no step counts as committed. `restored` is the checkpoint
-        of this run from which state was taken, if any."""
-        self.head, self._line = None, ()
-        self._own = () if restored is None else ((restored.sequence, restored.sequence),)
+    def start_line(self, own: tuple[tuple[int, int], ...] | None) -> None:
+        """Start a new line: the next save has no parent, and no step counts as committed. `own` is what `own` is then,
+        until the next save."""
+        self.head, self._line, self._own = None, (), own
 
     @property
     def own(self) -> tuple[tuple[int, int], ...] | None:

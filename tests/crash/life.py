@@ -694,7 +694,8 @@ class Life(RuleBasedStateMachine):
             raise Violation(f"G11: {selector!r} is not there, and it says {outcome!r}")
 
     def _report(self, who: Trainer, step: int, metrics: dict[str, Any], fault: Fault | None) -> None:
-        kept = next((kept for kept in self._newest_first() if kept.step == step), None)
+        same_step = [kept for kept in self._newest_first() if kept.step == step]
+        kept = next((kept for kept in same_step if who.head is None or kept.sequence in who.line), None)
 
         def noted(said: Said) -> Said:
             texts = {**dict(said.metrics), **{name: repr(value) for name, value in metrics.items()}}
@@ -711,7 +712,8 @@ class Life(RuleBasedStateMachine):
         self._tidy(who, fault)
 
     def _tag(self, who: Trainer, step: int, tag: str, off: bool, fault: Fault | None) -> None:
-        kept = next((kept for kept in self._newest_first() if kept.step == step), None)
+        same_step = [kept for kept in self._newest_first() if kept.step == step]
+        kept = next((kept for kept in same_step if kept.sequence in who.line), next(iter(same_step), None))
         able = kept is not None and (not off or tag in kept.said.tags)
 
         def noted(said: Said) -> Said:

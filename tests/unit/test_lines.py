@@ -202,6 +202,22 @@ def test_a_report_of_a_manager_that_neither_restored_nor_saved_goes_to_the_newes
     assert losses(tmp_path) == {1: 5.0, 2: 7.0, 3: 5.0, 4: 1.0}
 
 
+def test_a_report_of_a_manager_that_found_nothing_to_restore_goes_to_what_others_saved_since(tmp_path: Path) -> None:
+    with opened(tmp_path) as evaluator:
+        assert not evaluator.restore().resumed
+        two_steps_saved(tmp_path)
+        assert evaluator.report(7, {"loss": 1.0})
+    assert losses(tmp_path) == {1: 5.0, 2: 1.0}
+
+
+def test_a_report_of_a_fresh_start_leaves_the_old_start_as_it_is(tmp_path: Path) -> None:
+    two_steps_saved(tmp_path)
+    with opened(tmp_path, resume="never") as manager:
+        manager.restore()
+        assert manager.report(7, {"loss": 1.0}) is False
+    assert losses(tmp_path) == {1: 5.0, 2: 7.0}
+
+
 def test_a_report_after_a_warm_start_goes_to_what_was_restored_or_saved_since(tmp_path: Path) -> None:
     two_steps_saved(tmp_path)
     with opened(tmp_path) as manager:
