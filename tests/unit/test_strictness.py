@@ -212,11 +212,30 @@ def test_another_number_of_parameter_groups_has_a_way_through(tmp_path: Path, op
     assert all(torch.equal(one, other) for one, other in zip(*moments, strict=True))
 
 
-def test_excluding_the_tensors_of_an_optimizer_leaves_its_options_to_the_checkpoint(tmp_path: Path) -> None:
+def test_excluding_tensors_of_an_optimizer_leaves_its_options_to_the_checkpoint(tmp_path: Path) -> None:
     saved(tmp_path, trained(1))
     state = trained(2)
-    restored(tmp_path, state, exclude=("optimizer.*",))
+    restored(tmp_path, state, exclude=("optimizer.*.a.*",))
     assert state["optimizer"].param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.guarantee("G7")
+@pytest.mark.parametrize("pattern", ["optimizer.state.*", "optimizer.*", "optimizer.*.exp_avg"])
+def test_an_exclude_that_leaves_every_parameter_of_an_optimizer_without_its_state_is_an_error(
+    tmp_path: Path, pattern: str
+) -> None:
+    saved(tmp_path, trained(1))
+    error = refused(tmp_path, trained(2), exclude=(pattern,))
+    assert "'optimizer' would stay as it is: no parameter" in str(error)
+    assert "skip=('optimizer',)" in str(error)
+
+
+def test_an_optimizer_that_was_saved_before_its_first_step_is_restored_as_it_was(tmp_path: Path) -> None:
+    model = net(1)
+    saved(tmp_path, {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.3)})
+    state = trained(2)
+    restored(tmp_path, state, exclude=("model.a.*",))
+    assert state["optimizer"].param_groups[0]["lr"] == 0.3
 
 
 @pytest.mark.parametrize("side", ["saved", "live"])

@@ -311,7 +311,9 @@ class _Matcher:
         known = {name for group in groups for name in _names(group.get("params"), tree)}
         self.fitted.missing += [layout.leaf_name(tree.name, f"state.{name}") for name in names if name not in known]
         self._note_unused(tree, [f"state.{name}" for name in sorted(known - set(names))])
-        self.fitted.held, self.fitted.stored, self.fitted.common = len(names), len(known), len(known & set(names))
+        spared = {name for name in names if name in saved_state and self._spares(tree, saved_state[name])}
+        self.fitted.held, self.fitted.stored = len(names), len(known)
+        self.fitted.common = len(known.intersection(names) - spared)
         kept = self._kept_groups(tree, optimizer)
         if self.strategy.strict and len(kept) < len(optimizer.param_groups):
             self._compare_groups(tree, optimizer, names, groups, kept)
@@ -322,11 +324,9 @@ class _Matcher:
         packed_groups = _packed_groups(optimizer, names, groups, self.fitted, kept)
         states: dict[Any, _Pending] = {}
         for index, name in enumerate(names):
-            if name in saved_state:
-                state = self._match_parameter(tree, saved_state[name], optimizer, parameters[index], name)
-                if state is not None:
-                    states[index] = state
-            elif name not in known and parameters[index] in optimizer.state:
+            if name in saved_state and name not in spared:
+                states[index] = self._match_parameter(tree, saved_state[name], optimizer, parameters[index], name)
+            elif (name in spared or name not in known) and parameters[index] in optimizer.state:
                 states[index] = _Pending.of(dict(optimizer.state[parameters[index]]))
         for name in saved_state.keys() - known:
             states[name] = self._decode(tree, saved_state[name], f"state.{name}")
@@ -456,15 +456,17 @@ class _Matcher:
                 return False
         return True
 
+    def _spares(self, tree: TreeRecord, values: Json) -> bool:
+        """Return whether `exclude` leaves out the state of a parameter, by any part of it."""
+        named = dict.fromkeys(references(values)) if self.strategy.exclude else {}
+        return bool([reference for reference in named if self._excluded(layout.leaf_name(tree.name, reference))])
+
     def _match_parameter(
         self, tree: TreeRecord, values: Json, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, name: str
-    ) -> _Pending | None:
+    ) -> _Pending:
         """The state of one parameter: in the optimizer's own memory where it has some, else in new memory like it."""
         prefix = f"state.{name}."
         live = optimizer.state.get(parameter, {})
-        named = dict.fromkeys(references(values)) if self.strategy.exclude else {}
-        if [reference for reference in named if self._excluded(layout.leaf_name(tree.name, reference))]:
-            return _Pending.of(dict(live)) if live else None
 
         def target(reference: str) -> torch.Tensor:
             leaf = self._leaf(tree, reference)
