@@ -77,7 +77,10 @@ _RUN_PAUSES_SECONDS = (0.0, 0.0, 0.05, 0.2, 0.8, 3.2)
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A committed checkpoint. It exists completely, and it never changes."""
+    """A committed checkpoint. It exists completely, and it never changes.
+
+    `progress`, `extra` and `config` are decoded at each access: what a caller changes in them is the caller's own.
+    """
 
     head: Manifest | ManifestHead = field(repr=False)
     digest: str
@@ -138,17 +141,17 @@ class Checkpoint:
             )
             return saved
 
-    @cached_property
+    @property
     def progress(self) -> Mapping[str, Any]:
         return self._each_decoded("progress", self.head.progress)
 
-    @cached_property
+    @property
     def extra(self) -> Mapping[str, Any]:
         """What the save said. How a plain state dict was laid out is noted beside it, and no user's."""
         said = {key: value for key, value in self.head.extra.items() if key != STATE_DICT_NOTE}
         return self._each_decoded("extra", said, _tensor_in_place)
 
-    @cached_property
+    @property
     def config(self) -> Any:
         return self._decoded("config", self.head.config)
 

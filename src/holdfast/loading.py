@@ -38,7 +38,7 @@ from holdfast.records.codec import Json, plain, typed
 from holdfast.records.manifest import TreeRecord
 from holdfast.records.report import Problem
 from holdfast.records.selector import Selector
-from holdfast.records.state import FrozenEntry
+from holdfast.records.state import FrozenEntry, ranks_in_words
 from holdfast.records.strategy import LoadStrategy
 from holdfast.records.targets import Fitted, Request
 from holdfast.records.wire import from_json
@@ -59,7 +59,7 @@ _SHOWN_NAMES = 5
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """What to restore into which live objects."""
+    """What to restore into which live objects. `globs_must_match`: an `exclude` that matches no leaf is an error."""
 
     selector: Selector
     components: Mapping[str, Any]
@@ -68,6 +68,7 @@ class LoadRequest:
     pipeline_stage: int | None = None
     verify: Verify = "full"
     unwanted: Set[str] = frozenset()
+    globs_must_match: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,8 @@ class _Choice(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Share(msgspec.Struct, frozen=True, array_like=True):
-    """How much of one component is restored on one rank. `restored`: the checkpoint has it, and it is not skipped."""
+    """How much of one component is restored on one rank. `restored`: the checkpoint has it, and it is not skipped.
+    `missing` counts the leaves that the checkpoint does not have."""
 
     component: str
     kind: str
@@ -124,6 +126,7 @@ class _Share(msgspec.Struct, frozen=True, array_like=True):
     held: int = 0
     stored: int = 0
     common: int = 0
+    missing: int = 0
 
 
 class _Fit(msgspec.Struct, frozen=True, array_like=True):
@@ -281,7 +284,7 @@ class _Attempt:
         for name in self.chosen:
             one = fitted.get(name)
             if one is not None and not isinstance(unwrap(components[name]), RNGState):
-                shares.append(_Share(name, one.kind, True, one.held, one.stored, one.common))
+                shares.append(_Share(name, one.kind, True, one.held, one.stored, one.common, len(one.missing)))
             elif one is None:
                 held = int(holds_state(components[name]))
                 # A per-rank state of another number of ranks is left out on request, also where it is a model's.
@@ -299,7 +302,7 @@ class _Attempt:
         mismatched = sorted({text for fit in fits for text in fit.mismatched})
         unexpected = sorted({*_unexpected(fits), *self._stages_left(fits)})
         useless = sorted(set(strategy.exclude) - {glob for fit in fits for glob in fit.globs})
-        if useless:
+        if useless and self.request.globs_must_match:
             raise UsageError(f"exclude={useless[0]!r} matches no leaf", step=self.checkpoint.step)
         if mismatched or (strategy.strict and (missing or unexpected)):
             raise StateMismatchError(
@@ -312,6 +315,7 @@ class _Attempt:
                 "exclude= leaves some out",
             )
         self._require_something([share for fit in fits for share in fit.shares], missing, unexpected)
+        self._require_something_on_each(fits, missing, unexpected)
         self._check_guards(frozen_guards({entry for fit in fits for entry in fit.frozen}))
         return _Verdict(
             missing=tuple(missing),
@@ -335,6 +339,21 @@ class _Attempt:
                 missing=sorted({share.component for share in wanted if not share.restored}),
                 advice=f"no live object was changed; the checkpoint has {', '.join(self._stored_components())}: give "
                 "the components the same names, or leave them out with skip=",
+            )
+
+    def _require_something_on_each(
+        self, fits: Sequence[_Fit], missing: Sequence[str], unexpected: Sequence[str]
+    ) -> None:
+        """Refuse to leave the model of one rank as it is because the checkpoint has none of its tensors, whatever the
+        other ranks restore. A rank whose tensors are all excluded was meant to be left out."""
+        bare: dict[str, list[int]] = {}
+        for rank, fit in enumerate(fits):
+            for share in fit.shares:
+                if share.kind == "module" and share.restored and share.stored and share.missing and not share.common:
+                    bare.setdefault(share.component, []).append(rank)
+        for name, ranks in bare.items():
+            raise _nothing_in_common(
+                name, "module", self.request.strategy, self.checkpoint, missing, unexpected, ranks=ranks
             )
 
     def _stored_components(self) -> list[str]:
@@ -554,11 +573,13 @@ def _nothing_in_common(
     checkpoint: Checkpoint,
     missing: Sequence[str],
     unexpected: Sequence[str],
+    ranks: Sequence[int] = (),
 ) -> StateMismatchError:
+    where = f" on {ranks_in_words(ranks)}" if ranks else ""
     what = "no tensor" if kind == "module" else "no parameter"
     excluded = "exclude= leaves the rest out; " if strategy.exclude else ""
     return StateMismatchError(
-        f"'{name}' would stay as it is: {what} of it would be restored",
+        f"'{name}' would stay as it is{where}: {what} of it would be restored",
         step=checkpoint.step,
         missing=[leaf for leaf in missing if leaf.partition(".")[0].partition("@")[0] == name],
         unexpected=[leaf for leaf in unexpected if leaf.partition(".")[0].partition("@")[0] == name],

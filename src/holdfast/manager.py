@@ -492,7 +492,8 @@ class CheckpointManager:
             self._housekeeper.clear_behind()
 
     def attach(self, name: str, component: Any) -> bool:
-        """Add a component that did not exist yet. If the restored checkpoint has its state, it gets it now: True."""
+        """Add a component that did not exist yet. If the restored checkpoint has its state, it gets it now: True.
+        The strategy of the restore applies to it, with what that excludes."""
         self._check_open()
         kind = self._on_all("attach", lambda: self._check_new(name, component), same=repr(name))
         components = follow_models({**self._components, name: component}, pipeline_stage=self._pipeline_stage)
@@ -500,10 +501,15 @@ class CheckpointManager:
         if self._source is not None and self._strategy.takes(name, kind):
             catalog, checkpoint = self._source
             if any(tree.component == name for tree in checkpoint.manifest.trees):
-                strategy = replace(self._strategy, only=(name,), skip=(), exclude=())
+                strategy = replace(self._strategy, only=(name,), skip=())
                 selector = Selector("folder", name=checkpoint.folder)
                 request = LoadRequest(
-                    selector, components, strategy, pipeline_stage=self._pipeline_stage, verify=self._verify
+                    selector,
+                    components,
+                    strategy,
+                    pipeline_stage=self._pipeline_stage,
+                    verify=self._verify,
+                    globs_must_match=False,
                 )
                 loaded = load(request, catalog, self._ranks)
         self._components = components

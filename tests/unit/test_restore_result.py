@@ -1,0 +1,89 @@
+"""What a restore gives its caller belongs to the caller, and what it leaves out stays left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast import LoadStrategy, StateMismatchError
+
+
+def net(value: float, names: str = "xy") -> torch.nn.ModuleDict:
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(1, 1, bias=False) for name in names})
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, value)
+    return model
+
+
+def values(model: Any) -> dict[str, float]:
+    return {name: part.weight.item() for name, part in model.items()}
+
+
+def opened(run: Path, state: dict[str, Any], **options: Any) -> holdfast.CheckpointManager:
+    return holdfast.CheckpointManager(run, state, mode="sync", rng=False, **options)
+
+
+def test_what_the_caller_changes_in_a_result_changes_no_later_result(tmp_path: Path) -> None:
+    with opened(tmp_path, {"model": net(0.0)}, config={"sizes": [1]}) as manager:
+        manager.save(1, progress={"history": [0.9]}, extra={"table": torch.zeros(2), "names": {"a": ["b"]}})
+        first = manager.restore()
+        first.progress["history"].append(0.8)
+        first.extra["table"].fill_(7)
+        first.extra["names"]["a"].append("c")
+        first.config["sizes"].append(2)
+        second = manager.restore(1)
+        assert second.progress == {"history": [0.9]}
+        assert second.extra["names"] == {"a": ["b"]}
+        assert second.extra["table"].tolist() == [0.0, 0.0]
+        assert second.config == {"sizes": [1]}
+
+
+def test_what_the_caller_changes_in_a_checkpoint_changes_no_other_look_at_it(tmp_path: Path) -> None:
+    with opened(tmp_path, {"model": net(0.0)}, config={"sizes": [1]}) as manager:
+        manager.save(1, progress={"history": [0.9]}, extra={"names": ["a"]}, metrics={"loss": 1.0})
+        seen = manager.peek()
+        assert seen is not None
+        seen.progress["history"].append(0.8)
+        seen.extra["names"].append("b")
+        seen.config["sizes"].append(2)
+        with pytest.raises(TypeError):
+            seen.metrics["loss"] = 0.0  # type: ignore[index]
+        again = manager.peek()
+        assert again is not None
+        assert (again.progress, again.extra, again.config) == ({"history": [0.9]}, {"names": ["a"]}, {"sizes": [1]})
+
+
+# A component that is attached later
+
+
+def test_what_the_restore_excludes_is_excluded_of_a_component_that_is_attached_later(tmp_path: Path) -> None:
+    with opened(tmp_path, {"first": net(1.0), "late": net(1.0)}) as manager:
+        manager.save(1)
+    first, late = net(7.0), net(7.0)
+    with opened(tmp_path, {"first": first}) as manager:
+        manager.restore(strategy=LoadStrategy(exclude=("*.x.weight",)))
+        assert manager.attach("late", late)
+    assert values(first) == values(late) == {"x": 7.0, "y": 1.0}
+
+
+def test_an_exclude_that_matches_nothing_of_a_component_that_is_attached_later_is_no_error(tmp_path: Path) -> None:
+    with opened(tmp_path, {"first": net(1.0), "late": net(1.0)}) as manager:
+        manager.save(1)
+    late = net(7.0)
+    with opened(tmp_path, {"first": net(7.0)}) as manager:
+        manager.restore(strategy=LoadStrategy(exclude=("first.x.weight",)))
+        assert manager.attach("late", late)
+    assert values(late) == {"x": 1.0, "y": 1.0}
+
+
+def test_an_exclude_that_leaves_nothing_of_a_model_that_is_attached_later_is_an_error(tmp_path: Path) -> None:
+    with opened(tmp_path, {"first": net(1.0), "late": net(1.0, "x")}) as manager:
+        manager.save(1)
+    with opened(tmp_path, {"first": net(7.0)}) as manager:
+        manager.restore(strategy=LoadStrategy(exclude=("*.x.weight",)))
+        with pytest.raises(StateMismatchError, match="'late' would stay as it is"):
+            manager.attach("late", net(7.0, "x"))
