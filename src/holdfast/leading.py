@@ -16,29 +16,32 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
+from blake3 import blake3
 
 from holdfast._version import __version__
 from holdfast.background import Saved
 from holdfast.catalog import Catalog, lies_on
-from holdfast.errors import KeyMissingError, StorageError
+from holdfast.errors import KeyMissingError, StorageError, UsageError
 from holdfast.lease import Lease
 from holdfast.records import layout
 from holdfast.records.codec import Json
 from holdfast.records.facts import Facts, Listing
 from holdfast.records.manifest import MeshRecord, TensorRecord, TreeRecord
 from holdfast.records.selector import Ranking
-from holdfast.records.state import Brief, CarriedTree, Duty, FrozenEntry, Inventory, SavePlan
+from holdfast.records.state import SAID, Brief, CarriedTree, Duty, FrozenEntry, Inventory, SavePlan
 from holdfast.stages.compare import Watch
 from holdfast.stages.plan import GlobalPlan, Replicas, frozen_guards, plan
 from holdfast.survivors import wait_for_survivors
 
 logger = logging.getLogger("holdfast")
 
-__all__ = ["Leader", "SaveRequest"]
+__all__ = ["Leader", "SaveRequest", "digests_of"]
 
 _ROOM_FOR_RECORDS_BYTES = 1 << 20
 _ROOM_FOR_HEADERS_BYTES = 16 << 20
+_SHOWN_RANKS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,15 @@ class SaveRequest:
     again: bool = False
     ranking: Ranking = ()
     carried: Sequence[CarriedTree] = ()
+
+
+def digests_of(request: SaveRequest) -> tuple[str, ...]:
+    """Return a short digest of each argument that `SAID` lists, empty where it was not given."""
+    epoch = [] if request.epoch is None else [request.epoch]
+    given = (sorted(request.metrics), request.progress, request.extra, request.guards, list(request.tags), epoch)
+    return tuple(
+        blake3(msgspec.json.encode(value, order="sorted")).hexdigest(length=8) if value else "" for value in given
+    )
 
 
 class Leader:
@@ -98,6 +110,7 @@ class Leader:
         self._line_head: str | None = None
         self._attempts: dict[int, int] | None = None
         self._lease: Lease | None = None
+        self._warned_of_arguments = False
         self.listing = Listing((), ())
 
     @property
@@ -108,6 +121,7 @@ class Leader:
         """Whether there is anything to do, and whether the plan of the last save holds."""
         if all(brief.unheard for brief in briefs):
             return SavePlan(unheard=True)
+        self._compare_arguments(briefs)
         if self._lease is not None:
             # First of all: what is committed now may be another writer's.
             self.hold_run()
@@ -121,6 +135,28 @@ class Leader:
         if not self._holds(briefs):
             return SavePlan()
         return self._start(request, ())
+
+    def _compare_arguments(self, briefs: Sequence[Brief]) -> None:
+        """Warn, once, of arguments that another rank gave and that are not stored, because rank 0's are."""
+        if all(brief.said == briefs[0].said for brief in briefs):
+            return
+        texts = []
+        for rank, brief in enumerate(briefs):
+            pairs = zip(SAID, brief.said, briefs[0].said, strict=True)
+            lost = {name: own for name, given, own in pairs if given and given != own}
+            if lost.get("tag") == "":
+                raise UsageError(
+                    f"rank {rank} gives a tag and rank 0 gives none", advice="give the tag on rank 0, or on all ranks"
+                )
+            texts += [f"{', '.join(lost)} on rank {rank}"] if lost else []
+        if texts and not self._warned_of_arguments:
+            self._warned_of_arguments = True
+            more = f" and {len(texts) - _SHOWN_RANKS} more ranks" if len(texts) > _SHOWN_RANKS else ""
+            logger.warning(
+                "arguments of the save differ between the ranks, and rank 0's are stored: %s%s",
+                "; ".join(texts[:_SHOWN_RANKS]),
+                more,
+            )
 
     def plan(self, request: SaveRequest, inventories: list[Inventory]) -> SavePlan:
         """A new plan. Nothing is touched before it stands and there is room for it."""

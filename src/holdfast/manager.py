@@ -365,11 +365,14 @@ class CheckpointManager:
         return SaveHandle(pending, self._catalog)
 
     def _add_to_committed(self, pending: PendingSave, *, metrics: dict[str, Any], tag: str) -> None:
-        """What can be said of a checkpoint later is said now. All ranks come here, or none."""
-        if metrics or tag:
-            note = partial(self._note_and_tidy, metrics=metrics, tag=tag)
-            meant = Selector("folder", name=pending.folder)
-            on_leader(self._ranks, "annotate", lambda: note(self._catalog.find(meant)), returns=None)
+        """What can be said of a checkpoint later is said now. All ranks come here, whatever each of them says."""
+
+        def work() -> None:
+            if metrics or tag:
+                found = self._catalog.find(Selector("folder", name=pending.folder))
+                self._note_and_tidy(found, metrics=metrics, tag=tag)
+
+        on_leader(self._ranks, "annotate", work, returns=None)
 
     def restore(
         self,

@@ -38,7 +38,7 @@ from holdfast.background import (
 )
 from holdfast.catalog import Catalog, Checkpoint, lengthened, line_after
 from holdfast.errors import HoldfastError, KeyMissingError, StorageError, UsageError
-from holdfast.leading import Leader, SaveRequest
+from holdfast.leading import Leader, SaveRequest, digests_of
 from holdfast.lease import has_claim
 from holdfast.memory import collector_paused
 from holdfast.naming import unwrap
@@ -349,7 +349,7 @@ class Saver:
         # The step is part of the label, so that ranks which save different steps are told so.
         decided = self._ranks.decide(
             f"save of step {step!r:.40}",
-            lambda: self._brief(ready()[1], step),
+            lambda: self._brief(*ready(), step),
             lambda briefs: self._leader.begin(ready()[0], briefs),
             sends=Brief,
             returns=SavePlan,
@@ -401,7 +401,7 @@ class Saver:
             returns=None,
         )
 
-    def _brief(self, captured: Capture, step: int) -> Brief:
+    def _brief(self, request: SaveRequest, captured: Capture, step: int) -> Brief:
         known = self._plan.number if self._plan is not None else 0
         # An arena that held this very structure holds it again; any other may need more memory than there is.
         same = self._plan is not None and self._plan.structure == captured.structure and self._stager.capacity_bytes
@@ -418,6 +418,7 @@ class Saver:
             held_bytes=self._stager.capacity_bytes,
             machine=machine_name(),
             ranks_here=ranks_here(),
+            said=digests_of(request) if self._ranks.size > 1 else (),
         )
 
     def _follow(self, work: _Work, pending: PendingSave) -> None:

@@ -140,13 +140,18 @@ class Duty(msgspec.Struct, frozen=True, array_like=True):
     parts: tuple[int, ...]
 
 
+SAID = ("metrics", "progress", "extra", "guards", "tag", "epoch")
+"""The arguments of a save of which rank 0's are stored. Of metrics the names count, of the others the values."""
+
+
 class Brief(msgspec.Struct, frozen=True, array_like=True):
     """What a rank says first. Where the leader knows the structure, it is enough: the plan of the last save holds.
 
     `plan` is the number of the plan that this rank has. `room_bytes` is the memory that is free for staging on its
     `machine`, for all ranks there, which are `ranks_here` at least; None: all that it needs is there already, in
     `held_bytes`. `unheard`: the failure of the save before was not raised on this rank yet. `comparison` is the number
-    of the replica sets that this rank has, and `samples` are digests of some of them.
+    of the replica sets that this rank has, and `samples` are digests of some of them. `said` are digests of the
+    arguments of the save, in the order of `SAID`, each empty where the argument was not given; none for a single rank.
     """
 
     structure: str
@@ -160,6 +165,7 @@ class Brief(msgspec.Struct, frozen=True, array_like=True):
     held_bytes: int = 0
     machine: str = ""
     ranks_here: int = 1
+    said: tuple[str, ...] = ()
 
 
 class SavePlan(msgspec.Struct, frozen=True, array_like=True):
