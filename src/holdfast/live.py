@@ -45,6 +45,11 @@ from holdfast.tensors import (
 
 logger = logging.getLogger("holdfast")
 
+# Options that a scheduler adds to the groups of its optimizer, and torch's own note of the parameters' names.
+OPTIONS_OF_SCHEDULERS = frozenset(
+    {"initial_lr", "max_lr", "min_lr", "base_lr", "max_momentum", "base_momentum", "swa_lr", "param_names"}
+)
+
 
 def live_tree(name: str, component: Any, components: Mapping[str, Any], scope: str | None) -> CapturedTree:
     """A component's state with its values encoded and its tensors, still the live ones, by their path."""
@@ -429,18 +434,28 @@ def state_keys(optimizer: torch.optim.Optimizer) -> frozenset[str] | None:
     for state in optimizer.state.values():
         if isinstance(state, Mapping) and state:
             return frozenset(map(str, state))
+    return state_keys_with(optimizer, optimizer.param_groups[0], 2) if optimizer.param_groups else None
+
+
+def state_keys_with(
+    optimizer: torch.optim.Optimizer, options: Mapping[str, Any], dimensions: int
+) -> frozenset[str] | None:
+    """Return the names of what an optimizer of this class keeps with these options for a parameter with so many
+    dimensions; None where that cannot be found out."""
     try:
-        return frozenset(map(str, _state_after_a_step(optimizer)))
+        return frozenset(map(str, _state_after_a_step(optimizer, options, (1,) * dimensions)))
     except Exception:  # foreign code with a parameter that it was not made for
         return None
 
 
-def _state_after_a_step(optimizer: torch.optim.Optimizer) -> Mapping[Any, Any]:
+def _state_after_a_step(
+    optimizer: torch.optim.Optimizer, options: Mapping[str, Any], shape: tuple[int, ...]
+) -> Mapping[Any, Any]:
     stand_in = object.__new__(type(optimizer))
     vars(stand_in).update(vars(optimizer))
-    parameter = torch.nn.Parameter(torch.zeros(1, 1))
-    parameter.grad = torch.zeros(1, 1)
-    options = {key: value for key, value in optimizer.param_groups[0].items() if key != "param_names"}
+    parameter = torch.nn.Parameter(torch.zeros(shape))
+    parameter.grad = torch.zeros(shape)
+    options = {key: value for key, value in options.items() if key != "param_names"}
     options.update({key: False for key in ("foreach", "fused", "capturable", "differentiable") if key in options})
     rate = options.get("lr")
     options["lr"] = float(rate) if isinstance(rate, torch.Tensor) else rate
@@ -519,6 +534,37 @@ def _compare_optimizer(name: str, optimizer: torch.optim.Optimizer, names: list[
             mismatched=[f"{name}.param_groups: {sizes[0]} parameters in the groups of the state, {sizes[1]} now"],
             advice="no live object was changed",
         )
+    _refuse_other_class(name, optimizer, names, state)
+
+
+def _refuse_other_class(
+    name: str, optimizer: torch.optim.Optimizer, names: list[str], state: Mapping[str, Any]
+) -> None:
+    """Refuse state of which this class of optimizer cannot make use: options, or entries of a parameter's state, of
+    which each side has some that the other lacks. Such an optimizer would fail at its next step, or begin anew."""
+    start = 0
+    for live, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        options = live.keys() - OPTIONS_OF_SCHEDULERS, saved.keys() - OPTIONS_OF_SCHEDULERS
+        found = [(options, "options")]
+        for parameter, key in zip(live["params"], names[start : start + len(live["params"])], strict=True):
+            own = state["state"].get(key)
+            if isinstance(own, Mapping) and own:
+                expected = state_keys_with(optimizer, {**live, **saved}, parameter.dim())
+                found += [((expected, own.keys()), "state")] if expected is not None else []
+                break
+        start += len(live["params"])
+        for (now, before), what in found:
+            if now - before and before - now:
+                raise StateMismatchError(
+                    f"the state is of another class of optimizer than {type(optimizer).__name__}: its {what} "
+                    f"lack {_first_words(now - before)} and have {_first_words(before - now)}",
+                    component=name,
+                    advice="no live object was changed; build the optimizer that the state is of",
+                )
+
+
+def _first_words(names: Iterable[Any]) -> str:
+    return ", ".join(sorted(map(str, names))[:3])
 
 
 def _compare_keys(name: str, current: Mapping[str, Any], state: Mapping[str, Any]) -> None:

@@ -419,3 +419,55 @@ def test_state_of_an_optimizer_with_other_parameters_or_groups_is_not_given_back
     with pytest.raises(StateMismatchError, match="state and optimizer do not fit together"):
         holdfast.restore_train_state(other, state)
     assert all(torch.equal(value, before[key]) for key, value in other["model"].state_dict().items())
+
+
+@pytest.mark.parametrize("other", [torch.optim.SGD, torch.optim.Adamax, torch.optim.Adagrad])
+@pytest.mark.parametrize("stepped", [True, False])
+def test_state_of_another_class_of_optimizer_is_not_given_back_without_a_manager(other: Any, stepped: bool) -> None:
+    first = trained(1)
+    if not stepped:
+        first["optimizer"] = torch.optim.AdamW(first["model"].parameters())
+    second = {"model": net(2), "optimizer": None}
+    second["optimizer"] = other(second["model"].parameters(), lr=0.1)  # type: ignore[union-attr]
+    before = {key: value.clone() for key, value in second["model"].state_dict().items()}  # type: ignore[union-attr]
+    if not stepped and other is torch.optim.Adamax:
+        return  # without state, and with options that AdamW has, too, there is nothing to tell them apart by
+    with pytest.raises(StateMismatchError, match=f"another class.*{other.__name__}"):
+        holdfast.restore_train_state(second, holdfast.build_train_state(first))
+    assert all(torch.equal(value, before[key]) for key, value in second["model"].state_dict().items())  # type: ignore[union-attr]
+
+
+def test_the_state_of_adam_is_given_back_to_adamw_without_a_manager() -> None:
+    first, model = trained(1), net(2)
+    optimizer = torch.optim.Adam(model.parameters(), amsgrad=True)
+    holdfast.restore_train_state({"model": model, "optimizer": optimizer}, holdfast.build_train_state(first))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+@pytest.mark.guarantee("G7")
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("stepped", [True, False])
+def test_options_that_are_kept_and_want_more_state_than_was_saved_are_a_mismatch(
+    tmp_path: Path, strict: bool, stepped: bool
+) -> None:
+    saved(tmp_path, trained(1))
+    model = net(2)
+    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    if stepped:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    state = {"model": model, "optimizer": optimizer}
+    error = refused(tmp_path, state, strict=strict, exclude=("optimizer.param_groups*",))
+    assert "max_exp_avg_sq" in str(error)
+    assert "amsgrad" in str(error)
+
+
+def test_options_that_are_kept_and_want_no_other_state_are_no_mismatch(tmp_path: Path) -> None:
+    saved(tmp_path, trained(1))
+    model = net(2)
+    state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.25, weight_decay=0.5)}
+    restored(tmp_path, state, exclude=("optimizer.param_groups*",))
+    assert state["optimizer"].param_groups[0]["lr"] == 0.25

@@ -28,12 +28,14 @@ from holdfast.components import (
 )
 from holdfast.errors import CorruptCheckpointError, HoldfastError, StateMismatchError
 from holdfast.live import (
+    OPTIONS_OF_SCHEDULERS,
     component_state,
     live_subclasses,
     load_module,
     load_optimizer,
     load_values,
     state_keys,
+    state_keys_with,
     tree_of,
 )
 from holdfast.naming import cut_at, cuts_of, is_loader, kind_of, optimizer_names, scopes_in_world, unwrap
@@ -58,11 +60,6 @@ from holdfast.tensors import (
     torch_dtype,
     unflattened,
     whole_shape,
-)
-
-# Options that a scheduler adds to the groups of its optimizer, and torch's own note of the parameters' names.
-_OPTIONS_OF_SCHEDULERS = frozenset(
-    {"initial_lr", "max_lr", "min_lr", "base_lr", "max_momentum", "base_momentum", "swa_lr", "param_names"}
 )
 
 
@@ -321,6 +318,7 @@ class _Matcher:
             tree, optimizer, [saved_state[n] for n in names if n in saved_state]
         ):
             return
+        self._check_kept_options(tree, optimizer, names, saved_state, groups, kept)
         packed_groups = _packed_groups(optimizer, names, groups, self.fitted, kept)
         states: dict[Any, _Pending] = {}
         for index, name in enumerate(names):
@@ -412,10 +410,43 @@ class _Matcher:
                 continue
             # Another version of torch may know more options, or fewer.
             tolerated = set() if self.saved.same_torch else set(optimizer.defaults)
-            differing = (live.keys() ^ found.keys()) - _OPTIONS_OF_SCHEDULERS - tolerated
+            differing = (live.keys() ^ found.keys()) - OPTIONS_OF_SCHEDULERS - tolerated
             for option in sorted(map(str, differing)):
                 side = "only in the checkpoint" if option in found else "only in the live optimizer"
                 self.fitted.mismatched.append(f"{tree.name}.param_groups.{index}: '{option}' is {side}; {way}")
+
+    def _check_kept_options(
+        self,
+        tree: TreeRecord,
+        optimizer: torch.optim.Optimizer,
+        names: Sequence[str],
+        saved_state: Mapping[str, Json],
+        groups: Sequence[dict[str, Json]],
+        kept: Set[int],
+    ) -> None:
+        """List the groups that keep live options which want more state than was saved with other options: the next step
+        would look for it in vain."""
+        by_name = {str(name): group for group in groups for name in _names(group.get("params"), tree)}
+        start = 0
+        for index, live in enumerate(optimizer.param_groups):
+            own = list(zip(names[start : start + len(live["params"])], live["params"], strict=True))
+            start += len(own)
+            stated = next(((name, one) for name, one in own if saved_state.get(name) and name in by_name), None)
+            if index not in kept or stated is None:
+                continue
+            name, parameter = stated
+            before = _plain_options(by_name[name], tree)
+            now, then = (
+                state_keys_with(optimizer, options, parameter.dim()) or frozenset() for options in (live, live | before)
+            )
+            lacking = sorted(now - then - _object(saved_state[name], tree).keys())
+            if lacking:
+                options = sorted(key for key, value in before.items() if key in live and live[key] != value)
+                self.fitted.mismatched.append(
+                    f"{tree.name}.param_groups.{index}: the options that are kept want {', '.join(lacking)} for a "
+                    f"parameter, which the checkpoint lacks (options that differ: {', '.join(options)}); give the "
+                    f"optimizer the saved options, or leave it as it is with skip=('{tree.component}',)"
+                )
 
     def _count_groups(
         self,
@@ -768,6 +799,15 @@ class _Options:
         saved = self.saved.value()
         taken = {key: value for key, value in saved.items() if key in own or not self.is_other}
         return {**own, **taken, "params": self.group.numbers}
+
+
+def _plain_options(group: Mapping[str, Json], tree: TreeRecord) -> dict[str, Any]:
+    """Return the saved options of a group that are no tensors."""
+    return {
+        key: decode(value, path=tree.name, tensor=None)
+        for key, value in group.items()
+        if key != "params" and not any(references(value))
+    }
 
 
 def _packed_groups(
