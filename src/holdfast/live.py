@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parameter import UninitializedTensorMixin
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.weak import WeakIdKeyDictionary
 
 from holdfast.components import PerRank, Shared, Trainable, United, load_state, state_of
@@ -101,13 +102,48 @@ def tree_of(name: str, component: Any, state: Any, scope: str | None) -> Capture
     kind = kind_of(name, component)
     ties = partial(_ties, unwrap(component)) if kind == "module" else dict
     values = encode(state, path=name, on_tensor=_collector(name, tensors, ties), flatten=flattened)
-    type_name = type(unwrap(component)).__name__ if kind != "module" else ""
+    type_name = description_of(unwrap(component)) if kind != "module" else ""
     if kind == "module":
         _refuse_shared_elements(name, tensors)
     # The name of a private class is an implementation's own affair, and may change.
     type_name = "" if type_name.startswith("_") else type_name
     led, united = _led(component, kind, scope, tensors), isinstance(component, United)
     return CapturedTree(name, kind, scope, values, tensors, led, type_name, united)
+
+
+def description_of(inner: Any) -> str:
+    """Return the name of an object's class; of a scheduler around others, with their descriptions in parentheses."""
+    parts = _inner_schedulers(inner)
+    return type(inner).__name__ + (f"({','.join(map(description_of, parts))})" if parts else "")
+
+
+def is_described(inner: Any, description: str) -> bool:
+    """Return whether the description is of the object's class or one that it derives from, and so for the schedulers
+    inside of it, if it names them."""
+    outer, opened, rest = description.partition("(")
+    if outer not in ("", *(base.__name__ for base in type(inner).__mro__)):
+        return False
+    if not opened:
+        return True
+    parts, named = _inner_schedulers(inner), _split(rest.removesuffix(")"))
+    return bool(parts) and len(parts) == len(named) and all(map(is_described, parts, named))
+
+
+def _split(descriptions: str) -> list[str]:
+    """Return what the commas outside of all parentheses separate."""
+    found, depth = [""], 0
+    for character in descriptions:
+        depth += (character == "(") - (character == ")")
+        if character == "," and not depth:
+            found.append("")
+        else:
+            found[-1] += character
+    return found
+
+
+def _inner_schedulers(inner: Any) -> list[Any]:
+    parts = getattr(inner, "_schedulers", None) if isinstance(inner, LRScheduler) else None
+    return list(parts) if isinstance(parts, list | tuple) else []
 
 
 def _refuse_shared_elements(component: str, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -14,6 +14,7 @@ import torch
 
 import holdfast
 from holdfast import LoadStrategy, StateMismatchError
+from holdfast.live import is_described
 from holdfast.stages.match import Place, SavedState, match
 
 
@@ -319,6 +320,46 @@ def test_a_subclass_takes_the_state_of_the_class_that_it_derives_from(tmp_path: 
     refused_run = tmp_path / "other"
     saved(refused_run, scheduled(1, "MyStepLR"))
     assert "MyStepLR in the checkpoint, StepLR now" in str(refused(refused_run, scheduled(2, "StepLR")))
+
+
+def composed(seed: int, kind: str, inner: str) -> dict[str, Any]:
+    schedulers, parts = torch.optim.lr_scheduler, trained(seed)
+    optimizer = parts["optimizer"]
+    inner_kinds: dict[str, Any] = {
+        "ExponentialLR": lambda: schedulers.ExponentialLR(optimizer, 0.9),
+        "StepLR": lambda: schedulers.StepLR(optimizer, 1, gamma=0.1),
+        "MyStepLR": lambda: MyStepLR(optimizer, 1, gamma=0.1),
+    }
+    both = [schedulers.ConstantLR(optimizer, 1.0, 2), inner_kinds[inner]()]
+    sequential = kind == "SequentialLR"
+    scheduler: Any = schedulers.SequentialLR(optimizer, both, [2]) if sequential else schedulers.ChainedScheduler(both)
+    if kind == "nested":
+        scheduler = schedulers.ChainedScheduler([scheduler, schedulers.ConstantLR(optimizer, 1.0, 2)])
+    return {**parts, "scheduler": scheduler}
+
+
+@pytest.mark.guarantee("G7")
+@pytest.mark.parametrize("kind", ["SequentialLR", "ChainedScheduler", "nested"])
+def test_other_classes_of_the_schedulers_inside_of_one_are_a_mismatch(tmp_path: Path, kind: str) -> None:
+    saved(tmp_path, composed(1, kind, "ExponentialLR"))
+    state = composed(2, kind, "StepLR")
+    error = refused(tmp_path, state)
+    assert "(ConstantLR,ExponentialLR)" in str(error)
+    assert "(ConstantLR,StepLR)" in str(error)
+    assert restored(tmp_path, composed(2, kind, "ExponentialLR")).resumed
+    assert restored(tmp_path, state, strict=False).resumed
+    derived = tmp_path / "derived"
+    saved(derived, composed(1, kind, "StepLR"))
+    assert restored(derived, composed(2, kind, "MyStepLR")).resumed
+
+
+def test_a_checkpoint_that_names_the_outer_scheduler_alone_is_accepted_by_that_name() -> None:
+    scheduler = composed(1, "SequentialLR", "StepLR")["scheduler"]
+    assert is_described(scheduler, "SequentialLR")
+    assert is_described(scheduler, "SequentialLR(ConstantLR,StepLR)")
+    for other in ("SequentialLR(ConstantLR)", "SequentialLR(ConstantLR,StepLR,StepLR)", "SequentialLR(((", "StepLR"):
+        assert not is_described(scheduler, other)
+    assert not is_described(composed(1, "SequentialLR", "StepLR")["optimizer"], "AdamW(StepLR)")
 
 
 class Tally:

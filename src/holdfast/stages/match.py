@@ -30,6 +30,8 @@ from holdfast.errors import CorruptCheckpointError, HoldfastError, StateMismatch
 from holdfast.live import (
     OPTIONS_OF_SCHEDULERS,
     component_state,
+    description_of,
+    is_described,
     live_subclasses,
     load_module,
     load_optimizer,
@@ -232,15 +234,17 @@ class _Matcher:
         """Whether the state is of the component's class, or of one that it derives from. Only a loose restore takes
         that of another one; a checkpoint that does not say is taken at its word, and so is a class of the user's own,
         which checks its state itself."""
-        kind = type(unwrap(self.component))
-        if not self.strategy.strict or tree.type in ("", *(base.__name__ for base in kind.__mro__)):
+        inner = unwrap(self.component)
+        kind = type(inner)
+        if not self.strategy.strict or is_described(inner, tree.type):
             return True
         theirs = getattr(getattr(kind, "load_state_dict", None), "__module__", "")
         if not issubclass(kind, LRScheduler | torch.optim.Optimizer) and not theirs.startswith("torch."):
             return True
         self.fitted.mismatched.append(
-            f"{tree.name}: state of {tree.type} in the checkpoint, {kind.__name__} now; skip=('{tree.component}',) "
-            "leaves the component as it is, strict=False hands the state to its load_state_dict"
+            f"{tree.name}: state of {tree.type} in the checkpoint, {description_of(inner)} now; "
+            f"skip=('{tree.component}',) leaves the component as it is, strict=False hands the state to its "
+            "load_state_dict"
         )
         return False
 
