@@ -12,6 +12,7 @@ import logging
 from typing import Any
 
 import torch
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from holdfast.components import get_rng_state, set_rng_state
 from holdfast.naming import is_stateful_loader
@@ -22,6 +23,7 @@ __all__ = ["shield_random_state"]
 
 _BUILD = "_get_iterator"
 _PENDING = "next_iter_state"
+_STATELESS_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 def shield_random_state(component: Any) -> None:
@@ -31,6 +33,7 @@ def shield_random_state(component: Any) -> None:
     """
     if not is_stateful_loader(component):
         return
+    _warn_of_stateless_sampler(component)
     if not hasattr(component, _PENDING) or not callable(getattr(type(component), _BUILD, None)):
         logger.warning(
             "this version of StatefulDataLoader is not known: its first iterator after the restore may draw random "
@@ -38,6 +41,19 @@ def shield_random_state(component: Any) -> None:
         )
     elif getattr(component, _PENDING) is not None:
         setattr(component, _BUILD, _Shield(component))
+
+
+def _warn_of_stateless_sampler(loader: Any) -> None:
+    """Warn of a sampler of torch's own that draws a new order from the global generator and has no state to restore."""
+    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
+    # Exactly these classes: a subclass, such as torchdata's own, may keep a state.
+    if type(sampler) in _STATELESS_SAMPLERS and getattr(sampler, "generator", None) is None:
+        logger.warning(
+            "the sampler %s of a restored loader has no state and draws its order from torch's global generator: the "
+            "rest of this epoch has another order than in the run that was saved, and some samples may be seen twice "
+            "or never; use shuffle=True, or a sampler with state_dict() and load_state_dict()",
+            type(sampler).__name__,
+        )
 
 
 class _Shield:

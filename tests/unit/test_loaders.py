@@ -88,3 +88,39 @@ def test_to_fit_a_component_into_a_checkpoint_leaves_the_random_state(tmp_path: 
         assert manager.attach("drawing", Drawing())
         assert torch.equal(torch.get_rng_state(), before[0])
         assert (random.getstate(), numpy.random.get_state()[1].tolist()) == before[1:]  # type: ignore[index]
+
+
+class SamplerWithState(torch.utils.data.RandomSampler):
+    """One that may keep a state of its own."""
+
+
+@pytest.mark.parametrize("way", ["sampler", "batch_sampler"])
+@pytest.mark.parametrize(
+    ("sampler", "warned"),
+    [
+        (torch.utils.data.WeightedRandomSampler([1.0] * 8, 8), True),
+        (torch.utils.data.RandomSampler(range(8)), True),
+        (torch.utils.data.SubsetRandomSampler(range(8)), True),
+        (torch.utils.data.RandomSampler(range(8), generator=torch.Generator()), False),
+        (torch.utils.data.SequentialSampler(range(8)), False),
+        (torch.utils.data.DistributedSampler(range(8), 1, 0), False),  # type: ignore[arg-type]
+        (SamplerWithState(range(8)), False),
+    ],
+)
+def test_a_sampler_without_state_that_draws_from_the_global_generator_is_a_warning(
+    way: str, sampler: Any, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader as Loader
+
+    given = sampler if way == "sampler" else torch.utils.data.BatchSampler(sampler, 2, False)
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        shield_random_state(Loader(range(8), **{way: given}))
+    assert ("another order" in caplog.text) == warned
+
+
+def test_a_shuffled_loader_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader as Loader
+
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        shield_random_state(Loader(range(8), shuffle=True))
+    assert not caplog.text
