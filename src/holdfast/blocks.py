@@ -89,11 +89,7 @@ def unlock(run: Location, *, force: bool = False) -> Claim | None:
     of life for as long as its claim says, two minutes at most. `force` asks nobody: that process cannot commit any
     more, and its saves fail from then on.
     """
-    catalog, chosen = resolving.locate(run)
-    if chosen.kind != "latest":
-        raise UsageError(f"'{chosen}' names one checkpoint", advice="give the run alone")
-    if not catalog.storage.entries(""):
-        raise CheckpointNotFoundError("there is no run", run=catalog.storage.url)
+    catalog = _existing_run(run)
     found = holder(catalog.storage)
     if found is not None:
         # To take it and to give it back: what the last holder had begun is closed, so that it cannot commit.
@@ -105,13 +101,22 @@ def unlock(run: Location, *, force: bool = False) -> Claim | None:
 def examine(run: Location) -> list[Finding]:
     """Return what is damaged, unfinished or left over in a run: records, attempts, marks of readers, links. Changes
     nothing, and reads no tensors; `verify` does."""
-    return doctor.examine(resolving.locate(run)[0])
+    return doctor.examine(_existing_run(run))
 
 
 def mend(run: Location) -> list[Finding]:
     """Mend the records of a run as far as that is safe, and return every finding, with what was mended. No checkpoint
     is touched. Only where nobody writes: a run that is being trained is a `RunInUseError`."""
-    return doctor.mend(resolving.locate(run)[0])
+    return doctor.mend(_existing_run(run))
+
+
+def _existing_run(run: Location) -> Catalog:
+    catalog, chosen = resolving.locate(run)
+    if chosen.kind != "latest":
+        raise UsageError(f"'{chosen}' names one checkpoint", advice="give the run alone")
+    if not catalog.storage.entries(""):
+        raise CheckpointNotFoundError("there is no run", run=catalog.storage.url, advice="check the path")
+    return catalog
 
 
 def _whole_run(run: Location) -> Catalog:

@@ -734,7 +734,7 @@ class Catalog:
                 f"committing {folder} failed ({error}), and so did taking the manifest back ({trouble}): "
                 "the checkpoint may be there or not",
                 run=self.storage.url,
-                advice="look with `holdfast ls` once the storage works again; nothing of the checkpoint was removed",
+                advice="look with `holdfast ls` once the storage works again; its data files were not removed",
             ) from error
 
     def point_latest(self, folder: str) -> None:

@@ -234,8 +234,8 @@ class SaveFailedError(HoldfastError):
 
 
 class SaveUncertainError(SaveFailedError):
-    """Whether a save was committed is not known: its checkpoint may be there, now or a little later. Nothing of it was
-    removed, and every older checkpoint is untouched."""
+    """Whether a save was committed is not known: its checkpoint may be there, now or a little later. Its data files
+    were not removed, and every older checkpoint is untouched."""
 
 
 class RunInUseError(HoldfastError, RuntimeError):

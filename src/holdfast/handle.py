@@ -35,7 +35,9 @@ class SaveHandle:
         """The committed checkpoint, as soon as it is; raises what failed."""
         saved = self._pending.result()
         if self._checkpoint is None:
-            self._checkpoint = self._pending.checkpoint or self._catalog.read(saved.folder)
+            found = self._pending.checkpoint or self._catalog.read(saved.folder)
+            # One that was there before has what was said of it since, and by this save.
+            self._checkpoint = self._catalog.annotated(found) if saved.skipped else found
         return self._checkpoint
 
     def __repr__(self) -> str:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast import LoadStrategy, StateMismatchError
+from holdfast import CheckpointManager, CheckpointNotFoundError, LoadStrategy, StateMismatchError
 
 
 def net(value: float, names: str = "xy") -> torch.nn.ModuleDict:
@@ -87,3 +87,18 @@ def test_an_exclude_that_leaves_nothing_of_a_model_that_is_attached_later_is_an_
         manager.restore(strategy=LoadStrategy(exclude=("*.x.weight",)))
         with pytest.raises(StateMismatchError, match="'late' would stay as it is"):
             manager.attach("late", net(7.0, "x"))
+
+
+def test_the_handle_of_a_save_that_was_skipped_has_what_the_save_added(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, {"model": torch.nn.Linear(2, 2)}, mode="sync") as manager:
+        manager.save(1, metrics={"a": 1.0})
+        again = manager.save(1, metrics={"b": 2.0}, tag="gold").wait()
+    assert (dict(again.metrics), again.tags) == ({"a": 1.0, "b": 2.0}, ("gold",))
+
+
+@pytest.mark.guarantee("G11")
+@pytest.mark.parametrize("ask", [holdfast.examine, holdfast.mend, holdfast.unlock])
+def test_a_run_that_is_not_there_cannot_be_examined_mended_or_unlocked(tmp_path: Path, ask: Any) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="there is no run"):
+        ask(tmp_path / "nope")
+    assert not (tmp_path / "nope").exists()
