@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from holdfast.background import PendingSave
+from holdfast.background import PendingSave, Saved
 from holdfast.catalog import Catalog, Checkpoint
+from holdfast.errors import StorageError
 
 __all__ = ["SaveHandle"]
 
@@ -35,10 +36,18 @@ class SaveHandle:
         """The committed checkpoint, as soon as it is; raises what failed."""
         saved = self._pending.result()
         if self._checkpoint is None:
+            self._checkpoint = self._read(saved)
+        return self._checkpoint
+
+    def _read(self, saved: Saved) -> Checkpoint:
+        try:
             found = self._pending.checkpoint or self._catalog.read(saved.folder)
             # One that was there before has what was said of it since, and by this save.
-            self._checkpoint = self._catalog.annotated(found) if saved.skipped else found
-        return self._checkpoint
+            return self._catalog.annotated(found) if saved.skipped else found
+        except StorageError as error:
+            raise error.changed(
+                problem=f"step {self.step} is committed in {saved.folder}, but cannot be read now: {error.problem}"
+            ) from error
 
     def __repr__(self) -> str:
         if not self._pending.done():

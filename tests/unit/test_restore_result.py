@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 
 import holdfast
-from holdfast import CheckpointManager, CheckpointNotFoundError, LoadStrategy, StateMismatchError
+from holdfast import CheckpointManager, CheckpointNotFoundError, LoadStrategy, StateMismatchError, StorageError
+from holdfast.testing import MemoryStorage
 
 
 def net(value: float, names: str = "xy") -> torch.nn.ModuleDict:
@@ -102,3 +104,25 @@ def test_a_run_that_is_not_there_cannot_be_examined_mended_or_unlocked(tmp_path:
     with pytest.raises(CheckpointNotFoundError, match="there is no run"):
         ask(tmp_path / "nope")
     assert not (tmp_path / "nope").exists()
+
+
+@pytest.mark.guarantee("G6")
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_committed_save_whose_manifest_cannot_be_read_again_says_that_it_is_committed(mode: Any) -> None:
+    class Locked(MemoryStorage):
+        def put(self, key: str, data: bytes) -> None:
+            super().put(key, data)
+            self.locked = key.endswith("manifest.json")
+
+        def open(self, key: str) -> Any:
+            if getattr(self, "locked", False) and key.endswith("manifest.json"):
+                raise StorageError("not permitted just now", errno=errno.EACCES, file=key)
+            return super().open(key)
+
+    storage = Locked()
+    with CheckpointManager("run", {"model": torch.nn.Linear(2, 2)}, storage=storage, mode=mode) as manager:
+        handle = manager.save(1)
+        with pytest.raises(StorageError, match="step 1 is committed in step-000000001, but cannot be read now"):
+            handle.wait()
+        storage.locked = False
+        assert handle.wait().step == 1
