@@ -31,7 +31,8 @@ unit: $(READY) images
 # The power cuts under real file systems need these two of Debian. Without them, or without root, they are skipped.
 images:
 	@if [ "$$(id -u)" = 0 ] && ! { command -v mkfs.xfs && command -v mkfs.btrfs; } >/dev/null 2>&1; then \
-		DEBIAN_FRONTEND=noninteractive timeout 120 apt-get install -y -qq xfsprogs btrfs-progs >/dev/null 2>&1 || \
+		DEBIAN_FRONTEND=noninteractive timeout 180 sh -c \
+			'apt-get update -qq && apt-get install -y -qq xfsprogs btrfs-progs' >/dev/null 2>&1 || \
 		echo 'xfsprogs and btrfs-progs could not be installed: the power cuts under XFS and btrfs are skipped'; fi
 
 $(BENCH): $(READY)
