@@ -55,6 +55,7 @@ class Saved(msgspec.Struct, frozen=True, array_like=True):
     skipped: bool = False
     size_bytes: int = 0
     sequence: int = 0
+    segment: str = ""
     error: dict[str, Any] | None = None
 
 
@@ -395,7 +396,13 @@ class Behind:
             return Saved(self._pending.folder, "", error=answer.error)
         if isinstance(answer, Failed):
             raise error_from_record(answer.error)
-        self._saved = Saved(self._pending.folder, answer.digest, size_bytes=answer.size_bytes, sequence=answer.sequence)
+        self._saved = Saved(
+            self._pending.folder,
+            answer.digest,
+            size_bytes=answer.size_bytes,
+            sequence=answer.sequence,
+            segment=answer.segment,
+        )
         return self._saved
 
     def _outcome_after_cut(self, error: Exception) -> Saved:

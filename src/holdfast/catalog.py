@@ -9,7 +9,6 @@ import errno
 import logging
 import time
 import uuid
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -39,6 +38,7 @@ from holdfast.records import layout
 from holdfast.records.attempts import AttemptRecord, encode_attempt, read_attempt
 from holdfast.records.codec import decode
 from holdfast.records.facts import STATE_DICT_NOTE
+from holdfast.records.lineage import Lineage
 from holdfast.records.manifest import (
     FORMAT,
     MAX_MANIFEST_BYTES,
@@ -366,25 +366,6 @@ class Catalog:
         else:
             advice = self._what_is_there_instead()
         return CheckpointNotFoundError(f"'{selector}' finds no checkpoint", run=self.storage.url, advice=advice)
-
-    def lineage_of(self, checkpoint: Checkpoint) -> list[Checkpoint]:
-        """The line that a checkpoint ends. One that says itself what it goes back to is enough for that."""
-        if checkpoint.head.line or checkpoint.parent is None:
-            return [checkpoint]
-        return self.lineage(checkpoint.digest, self.scan()) or [checkpoint]
-
-    def lineage(self, digest: str | None, scan: Scan) -> list[Checkpoint]:
-        """A checkpoint and those it goes back to that are still there, the latest first."""
-        by_digest = {checkpoint.digest: checkpoint for checkpoint in scan.checkpoints}
-        newest = by_digest.get(digest or "")
-        if newest is not None and newest.head.line:
-            return [found for found in scan.checkpoints if found is newest or goes_back_to(newest, found.sequence)]
-        line = []
-        while digest is not None and digest in by_digest:
-            checkpoint = by_digest.pop(digest)
-            line.append(checkpoint)
-            digest = checkpoint.parent
-        return line
 
     def holds_something(self) -> bool:
         """Return whether anything was ever committed here that is still there, sound or not. A run of which that cannot
@@ -788,34 +769,6 @@ class Catalog:
         return f"the folder holds no checkpoint of Holdfast's, but: {foreign}"
 
 
-def goes_back_to(checkpoint: Checkpoint, sequence: int) -> bool:
-    """Whether the training that made a checkpoint had made, or restored, the one with that number on its way."""
-    return lies_on(checkpoint.head.line, sequence)
-
-
-def lies_on(line: Sequence[tuple[int, int]], sequence: int) -> bool:
-    """Whether a number is one of a line's."""
-    place = bisect_right(line, sequence, key=lambda part: part[0]) - 1
-    return place >= 0 and sequence <= line[place][1]
-
-
-def lengthened(line: tuple[tuple[int, int], ...], sequence: int) -> tuple[tuple[int, int], ...]:
-    """A line with one more number at its end."""
-    if line and line[-1][1] == sequence - 1:
-        return (*line[:-1], (line[-1][0], sequence))
-    return (*line, (sequence, sequence))
-
-
-def line_after(line: Sequence[Checkpoint]) -> tuple[tuple[int, int], ...]:
-    """The numbers that whatever continues a line goes back to."""
-    if line and line[0].head.line:
-        return lengthened(line[0].head.line, line[0].sequence)
-    ranges: tuple[tuple[int, int], ...] = ()
-    for checkpoint in reversed(line):
-        ranges = lengthened(ranges, checkpoint.sequence)
-    return ranges
-
-
 def choose(scan: Scan, selector: Selector) -> Checkpoint | None:
     """The checkpoint that a selector means among those of a scan."""
     if selector.kind == "step":
@@ -829,9 +782,9 @@ def choose(scan: Scan, selector: Selector) -> Checkpoint | None:
     return next((found for found in scan.checkpoints if not found.damage), None)
 
 
-def choose_own(scan: Scan, step: int, own: Sequence[tuple[int, int]]) -> Checkpoint | None:
-    """Return the newest checkpoint of a step whose sequence number lies in one of the ranges."""
-    return next((found for found in scan.checkpoints if found.step == step and lies_on(own, found.sequence)), None)
+def choose_own(scan: Scan, step: int, own: Lineage) -> Checkpoint | None:
+    """Return the newest checkpoint of a step that is part of a lineage."""
+    return next((found for found in scan.checkpoints if found.step == step and found in own), None)
 
 
 def set_aside(scan: Scan) -> list[Skipped]:

@@ -25,6 +25,7 @@ from holdfast.lease import Readers
 from holdfast.policies import KeepPolicy, Record
 from holdfast.records import layout
 from holdfast.records.events import Event
+from holdfast.records.lineage import ancestry, start_of
 from holdfast.records.linknames import LinkTemplate
 from holdfast.records.notes import Note
 from holdfast.stages.retain import Decision, retain
@@ -197,7 +198,6 @@ class Housekeeper:
         scan = replace(scan, checkpoints=tuple(self._as_found(found) for found in scan.checkpoints))
         records = records_of(
             scan,
-            self._catalog,
             reading=self._readers.folders(),
             in_use=self._in_use(),
             own_line=self._own_line,
@@ -380,7 +380,6 @@ def _reads(template: LinkTemplate, name: str) -> bool:
 
 def records_of(
     scan: Scan,
-    catalog: Catalog,
     *,
     reading: Set[str] = frozenset(),
     in_use: Set[str | None] = frozenset(),
@@ -389,8 +388,8 @@ def records_of(
     """Return the checkpoints of a run as retention sees them. With `own_line` those that are not on the line of the
     newest are shielded."""
     newest = next((found for found in scan.checkpoints if not found.damage), None)
-    line = {found.folder for found in catalog.lineage(newest.digest, scan)} if newest is not None else set()
-    start = _start_of(newest) if own_line and newest is not None else None
+    line = {found.folder for found in ancestry(newest.digest, scan.checkpoints)} if newest is not None else set()
+    start = start_of(newest) if own_line and newest is not None else None
     return [
         Record(
             folder=found.folder,
@@ -407,13 +406,6 @@ def records_of(
     ]
 
 
-def _start_of(checkpoint: Checkpoint) -> int | None:
-    """The number of the first checkpoint that one goes back to; None where it does not say."""
-    if checkpoint.head.line:
-        return checkpoint.head.line[0][0]
-    return checkpoint.sequence if checkpoint.parent is None else None
-
-
 def _shield(checkpoint: Checkpoint, reading: Set[str], in_use: Set[str | None]) -> str:
     if checkpoint.damage:
         return f"damaged, kept aside: {checkpoint.damage}"
@@ -426,12 +418,12 @@ def _shield(checkpoint: Checkpoint, reading: Set[str], in_use: Set[str | None]) 
     return ""
 
 
-def _shield_of_line(checkpoint: Checkpoint, line: Set[str], start: int | None) -> str:
-    """Return why a checkpoint stays that the line of the newest does not have. `start`: the first number of that line;
-    None where lines do not count."""
+def _shield_of_line(checkpoint: Checkpoint, line: Set[str], start: tuple[int, str] | None) -> str:
+    """Return why a checkpoint stays that the line of the newest does not have. `start`: the first checkpoint of that
+    line; None where lines do not count."""
     if start is None or checkpoint.folder in line:
         return ""
-    if _start_of(checkpoint) not in (start, None):
+    if start_of(checkpoint) not in (start, None):
         return "of another start of the run"
     return "newer than the checkpoint that the training went back to; `holdfast prune` removes it"
 

@@ -22,12 +22,13 @@ from blake3 import blake3
 
 from holdfast._version import __version__
 from holdfast.background import Saved
-from holdfast.catalog import Catalog, lies_on
+from holdfast.catalog import Catalog
 from holdfast.errors import KeyMissingError, StorageError, UsageError
 from holdfast.lease import Lease
 from holdfast.records import layout
 from holdfast.records.codec import Json
 from holdfast.records.facts import Facts, Listing
+from holdfast.records.lineage import Lineage, ancestry
 from holdfast.records.manifest import MeshRecord, TensorRecord, TreeRecord
 from holdfast.records.selector import Ranking
 from holdfast.records.state import SAID, Brief, CarriedTree, Duty, FrozenEntry, Inventory, SavePlan
@@ -52,7 +53,8 @@ class SaveRequest:
     components: Mapping[str, Any]
     pipeline_stage: int | None = None
     parent: str | None = None
-    line: Sequence[tuple[int, int]] = ()
+    lineage: Lineage = field(default_factory=Lineage)
+    segment: str = ""
     metrics: Mapping[str, Json] = field(default_factory=dict)
     progress: Mapping[str, Json] = field(default_factory=dict)
     extra: Mapping[str, Json] = field(default_factory=dict)
@@ -215,7 +217,8 @@ class Leader:
             config=request.config,
             guards={**request.guards, **frozen_guards(self._frozen)},
             tags=tuple(request.tags),
-            line=tuple(request.line),
+            lineage=request.lineage,
+            segment=request.segment,
             lease=self.lease,
             lease_token=self._lease.token if self._lease is not None else "",
             links=request.links,
@@ -344,9 +347,9 @@ class Leader:
         if self._line is None or self._line_head != request.parent:
             # What cannot be read now is no reason to lose a save: at the worst a step is written a second time.
             scan = self._catalog.survey()
-            # Whoever took the run over meanwhile may have removed the head of the line; what it goes back to is known.
-            known = [checkpoint for checkpoint in scan.checkpoints if lies_on(request.line, checkpoint.sequence)]
-            found = self._catalog.lineage(request.parent, scan) or known
+            # Another writer of the run may have removed the head of the line; what it goes back to is known.
+            known = [checkpoint for checkpoint in scan.checkpoints if checkpoint in request.lineage]
+            found = ancestry(request.parent, scan.checkpoints) or known
             self._line = {checkpoint.step: checkpoint.folder for checkpoint in reversed(found)}
             self._line_head = request.parent
         folder = self._line.get(request.step)

@@ -32,6 +32,7 @@ from holdfast.policies import KeepPolicy, Trigger
 from holdfast.ranks import on_leader, torch_ranks
 from holdfast.records.events import Event
 from holdfast.records.layout import check_component_name, check_step
+from holdfast.records.lineage import Lineage
 from holdfast.records.linknames import LinkTemplate
 from holdfast.records.selector import Selector, check_tag, parse_selector
 from holdfast.records.state import CarriedTree
@@ -395,7 +396,7 @@ class CheckpointManager:
         catalog, chosen, explicit = self._locate_together(selector)
         if self._resume == "never" and not explicit:
             left = on_leader(self._ranks, "list what is left", self._left_by_a_fresh_start, returns=tuple[str, ...])
-            self._start_line(())
+            self._start_line(Lineage())
             return RestoreResult(resumed=False, passed_over=left)
         own_run = catalog is self._catalog
         waited = time.monotonic() - started
@@ -770,13 +771,13 @@ class CheckpointManager:
             "config": checkpoint.config,
         }
         if not strategy.progress:
-            self._start_line(((checkpoint.sequence, checkpoint.sequence),) if own_run else ())
+            self._start_line(Lineage.of(checkpoint) if own_run else Lineage())
             return RestoreResult(resumed=False, **parts)
         if own_run:
             self._saver.continue_from(checkpoint)
             self._reports.drop_failed()
         else:
-            self._start_line(())
+            self._start_line(Lineage())
         self._pace.note_start(checkpoint.epoch)
         if self._ranks.rank == 0:
             logger.info("resumed from step %d (%s)", checkpoint.step, checkpoint.path)
@@ -790,10 +791,10 @@ class CheckpointManager:
             **parts,
         )
 
-    def _start_line(self, own: tuple[tuple[int, int], ...] | None) -> None:
+    def _start_line(self, own: Lineage | None) -> None:
         """Begin at step 0, or with the state of another run: no checkpoint of this run belongs to this training yet, so
-        no save may be skipped for one, whatever the manager did before. `own` are the numbers of those that it may
-        report on: of what it restored, or None for any where it restored nothing."""
+        no save may be skipped for one, whatever the manager did before. `own` are those that it may
+        report on: what it restored, or None for any where it restored nothing."""
         self._saver.start_line(own)
         self._reports.drop_failed()
         self._pace.note_fresh_start()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from holdfast.background import PendingSave
 from holdfast.catalog import Catalog, Checkpoint, Scan, choose, choose_own
 from holdfast.errors import CheckpointNotFoundError, HoldfastError, SaveFailedError
 from holdfast.housekeeping import Housekeeper
+from holdfast.records.lineage import Lineage
 from holdfast.records.selector import Selector
 
 logger = logging.getLogger("holdfast")
@@ -49,13 +50,11 @@ class _Waiting:
 class Reports:
     """The metrics that are still to be written, by step.
 
-    own: returns the sequence numbers of the checkpoints that this training restored or saved, and of those it goes back
-        to, as ranges; None when it did neither. Metrics of a step are added to no other checkpoint.
+    own: returns the checkpoints that this training restored or saved, and those that they go back to; None when it did
+        neither. Metrics of a step are added to no other checkpoint.
     """
 
-    def __init__(
-        self, catalog: Catalog, housekeeper: Housekeeper, *, own: Callable[[], Sequence[tuple[int, int]] | None]
-    ) -> None:
+    def __init__(self, catalog: Catalog, housekeeper: Housekeeper, *, own: Callable[[], Lineage | None]) -> None:
         self._own = own
         self._catalog = catalog
         self._housekeeper = housekeeper

@@ -36,7 +36,7 @@ from holdfast.background import (
     is_leaders_word,
     outcome_after,
 )
-from holdfast.catalog import Catalog, Checkpoint, lengthened, line_after
+from holdfast.catalog import Catalog, Checkpoint
 from holdfast.errors import HoldfastError, KeyMissingError, StorageError, UsageError
 from holdfast.leading import Leader, SaveRequest, digests_of
 from holdfast.lease import has_claim
@@ -49,6 +49,7 @@ from holdfast.records.events import Event
 from holdfast.records.facts import Listing
 from holdfast.records.files import PlainFile
 from holdfast.records.images import Image, Job, Layout, PlainImage
+from holdfast.records.lineage import Lineage, ancestry, draw_segment
 from holdfast.records.state import Brief, Duty, Inventory, Receipt, ReplicaSet, SavePlan
 from holdfast.room import free_for_staging, machine_name, note_ranks_here, ranks_here
 from holdfast.stages.capture import Capture, Capturer
@@ -106,8 +107,9 @@ class Saver:
     ) -> None:
         self.events: deque[Event] = deque(maxlen=_REMEMBERED_EVENTS)
         self.head: str | None = None
-        self._line: tuple[tuple[int, int], ...] = ()
-        self._own: tuple[tuple[int, int], ...] | None = None
+        self._lineage = Lineage()
+        self._segment = draw_segment()
+        self._own: Lineage | None = None
         self.on_commit: Callable[[], None] = lambda: None
         self._catalog = catalog
         self._ranks = ranks
@@ -201,18 +203,21 @@ class Saver:
 
     def continue_from(self, checkpoint: Checkpoint) -> None:
         """What is saved from now on goes back to this one."""
-        self.head, self._line = checkpoint.digest, line_after(self._catalog.lineage_of(checkpoint))
-        self._own = self._line
+        known = [checkpoint]
+        if checkpoint.parent is not None and not checkpoint.head.line:
+            known = ancestry(checkpoint.digest, self._catalog.scan().checkpoints) or known
+        self.head, self._lineage, self._segment = checkpoint.digest, Lineage.through(known), draw_segment()
+        self._own = self._lineage
 
-    def start_line(self, own: tuple[tuple[int, int], ...] | None) -> None:
+    def start_line(self, own: Lineage | None) -> None:
         """Start a new line: the next save has no parent, and no step counts as committed. `own` is what `own` is then,
         until the next save."""
-        self.head, self._line, self._own = None, (), own
+        self.head, self._lineage, self._segment, self._own = None, Lineage(), draw_segment(), own
 
     @property
-    def own(self) -> tuple[tuple[int, int], ...] | None:
-        """The sequence numbers of the checkpoints that this training restored or saved, and of those it goes back to,
-        as ranges; None as long as it did neither."""
+    def own(self) -> Lineage | None:
+        """The checkpoints that this training restored or saved, and those that they go back to; None as long as it did
+        neither."""
         return self._own
 
     @property
@@ -333,7 +338,7 @@ class Saver:
             try:
                 wanted = request()
                 if wanted.parent is None:
-                    wanted = replace(wanted, parent=self.head, line=self._line)
+                    wanted = replace(wanted, parent=self.head, lineage=self._lineage, segment=self._segment)
                 captured = self._capturer.capture(
                     wanted.components,
                     rank=ranks.rank,
@@ -526,9 +531,7 @@ class Saver:
         checkpoint = commit(facts, self._leader.listing, receipts, self._catalog)
         if facts.links:
             self._catalog.point_latest(checkpoint.folder)
-        return Saved(
-            checkpoint.folder, checkpoint.digest, size_bytes=checkpoint.size_bytes, sequence=checkpoint.sequence
-        )
+        return _saved(checkpoint)
 
     # Written behind the training
 
@@ -679,12 +682,12 @@ class Saver:
         except KeyMissingError:
             return None
         self._catalog.storage.sync(folder)
-        return Saved(folder, checkpoint.digest, size_bytes=checkpoint.size_bytes, sequence=checkpoint.sequence)
+        return _saved(checkpoint)
 
     def _note_commit(self, pending: PendingSave, saved: Saved) -> None:
         if not saved.skipped:
-            self._line = lengthened(self._line, saved.sequence)
-            self._own = lengthened(self._own or (), saved.sequence)
+            self._lineage = self._lineage.followed_by(saved.sequence, saved.segment)
+            self._own = (self._own or Lineage()).followed_by(saved.sequence, saved.segment)
         self.head = saved.digest
         self._leader.note_commit(pending.step, saved)
         # Now, while it is the newest, which nobody removes.
@@ -807,6 +810,16 @@ def _names_of(job: Job, images: Sequence[Image]) -> tuple[str, ...]:
     first = layout.receipt_file(job.rank) if job.rank != 0 else ""
     files = [*(image.name for image in images), *(file.name for file in job.plain)]
     return tuple(filter(None, (first, *files, last)))
+
+
+def _saved(checkpoint: Checkpoint) -> Saved:
+    return Saved(
+        checkpoint.folder,
+        checkpoint.digest,
+        size_bytes=checkpoint.size_bytes,
+        sequence=checkpoint.sequence,
+        segment=checkpoint.head.segment,
+    )
 
 
 def _discard(names: Sequence[str], folder: str, catalog: Catalog) -> None:

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 import holdfast
-from holdfast import housekeeping, lease
+from holdfast import housekeeping, leading, lease
 from holdfast.catalog import Catalog
 from holdfast.errors import HoldfastError, RunInUseError, StorageError
 from holdfast.leading import Leader
@@ -512,7 +512,8 @@ def test_numbers_that_do_not_grow_and_lines_that_are_wrong_are_noticed(
     if broken == "next_sequence":
         monkeypatch.setattr(Catalog, "next_sequence", lambda self: 1 + len(self.scan().checkpoints))
     else:
-        monkeypatch.setattr(Catalog, "lineage", lambda self, digest, scan: list(scan.checkpoints))
+        for module in (leading, housekeeping):
+            monkeypatch.setattr(module, "ancestry", lambda digest, among: list(among))
     noticed("")
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import logging
+import shutil
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,7 @@ def opened(run: Any, model: Weights | None = None, **options: Any) -> holdfast.C
     return holdfast.CheckpointManager(run, state, **{"mode": "sync", "timeout": 30, **options})
 
 
-def saved_steps(manager: holdfast.CheckpointManager, model: Weights, steps: range, base: float) -> list[bool]:
+def saved_steps(manager: holdfast.CheckpointManager, model: Weights, steps: Iterable[int], base: float) -> list[bool]:
     """Save each step with the value base + step; return which saves were skipped."""
     skipped = []
     for step in steps:
@@ -283,3 +285,87 @@ def test_a_tag_by_step_goes_to_the_own_line_first_and_else_to_the_newest(tmp_pat
             3: (),
             4: ("other",),
         }
+
+
+def damage(folder: Path) -> None:
+    """Flip a bit of a manifest, and again: it is whole."""
+    data = bytearray((folder / "manifest.json").read_bytes())
+    data[len(data) // 2] ^= 1
+    (folder / "manifest.json").write_bytes(data)
+
+
+def move(folder: Path) -> None:
+    """Move a folder out of the run, or back."""
+    elsewhere = folder.parent.parent / f"{folder.name}.away"
+    source, target = (folder, elsewhere) if folder.is_dir() else (elsewhere, folder)
+    source.rename(target)
+
+
+def change_format(folder: Path) -> None:
+    """Make a manifest one of a newer format, or the other way round."""
+    path, old, new = folder / "manifest.json", b'{"holdfast_format":1,', b'{"holdfast_format":9,'
+    data = path.read_bytes()
+    path.write_bytes(data.replace(old, new) if data.startswith(old) else data.replace(new, old))
+
+
+@pytest.fixture(params=[damage, move, change_format])
+def run_with_numbers_given_twice(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A run that was continued while its two newest checkpoints, of steps 3 and 4, could not be seen; now they can."""
+    run, model = tmp_path / "run", Weights()
+    with opened(run, model) as manager:
+        saved_steps(manager, model, range(5), 0.0)
+    hidden = [run / f"step-{step:09}" for step in (3, 4)]
+    for folder in hidden:
+        request.param(folder)
+    with opened(run, model) as manager:
+        assert manager.restore().step == 2
+        assert [manager.save(step).wait().sequence for step in (10, 11)] == [4, 5], "the numbers are given again"
+    for folder in hidden:
+        request.param(folder)
+    assert sorted(found.sequence for found in holdfast.checkpoints(run)) == [1, 2, 3, 4, 4, 5, 5]
+    return run
+
+
+@pytest.mark.guarantee("G1")
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_is_saved_though_a_checkpoint_of_another_line_has_a_number_of_this_one(
+    run_with_numbers_given_twice: Path, mode: Any
+) -> None:
+    run, model = run_with_numbers_given_twice, Weights()
+    with opened(run, model, mode=mode) as manager:
+        assert manager.restore().step == 11
+        assert saved_steps(manager, model, (3, 4), 100.0) == [False, False]
+        assert manager.save(10).skipped, "which is on this line"
+    assert value_at(run) == (4, 104.0)
+
+
+@pytest.mark.guarantee("G4")
+def test_retention_keeps_a_checkpoint_of_another_line_that_has_a_number_of_this_one(
+    run_with_numbers_given_twice: Path,
+) -> None:
+    run, model = run_with_numbers_given_twice, Weights()
+    with opened(run, model, keep=holdfast.KeepLast(1)) as manager:
+        assert manager.restore().step == 11
+        manager.save(12)
+        manager.prune()
+        assert [found.step for found in manager.checkpoints()] == [12, 4, 3]
+        assert not manager.report(4, {"loss": 1.0}), "it is no checkpoint of this training"
+
+
+@pytest.mark.guarantee("G4")
+def test_a_checkpoint_from_a_continued_copy_of_the_run_is_of_another_line(tmp_path: Path) -> None:
+    run, copy, model = tmp_path / "run", tmp_path / "copy", Weights()
+    with opened(run, model) as manager:
+        saved_steps(manager, model, range(2), 0.0)
+    shutil.copytree(run, copy, symlinks=True)
+    for folder, steps in ((copy, (7,)), (run, (2, 3))):
+        with opened(folder, model) as manager:
+            manager.restore()
+            saved_steps(manager, model, steps, 10.0)
+    shutil.move(copy / "step-000000007", run)
+    with opened(run, model, keep=holdfast.KeepLast(1)) as manager:
+        assert manager.restore().step == 3
+        assert saved_steps(manager, model, (7,), 100.0) == [False]
+        manager.prune()
+        assert [found.folder for found in manager.checkpoints()] == ["step-000000007.2", "step-000000007"]
+    assert value_at(run) == (7, 107.0)

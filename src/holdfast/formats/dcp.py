@@ -63,7 +63,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from holdfast._version import __version__
-from holdfast.catalog import Catalog, Checkpoint, line_after
+from holdfast.catalog import Catalog, Checkpoint
 from holdfast.errors import CorruptCheckpointError, HoldfastError, StateMismatchError, StorageError, UsageError
 from holdfast.lease import Lease
 from holdfast.records import layout
@@ -72,6 +72,7 @@ from holdfast.records.codec import Json, Subclass, decode, encode, subclass_of
 from holdfast.records.dtypes import ELEMENT_TYPES
 from holdfast.records.facts import Facts, Listing
 from holdfast.records.files import TensorFile
+from holdfast.records.lineage import Lineage, ancestry, draw_segment
 from holdfast.records.manifest import BLOCK_BYTES, MAX_VALUES_BYTES, ChunkRecord, FileRecord, TensorRecord, TreeRecord
 from holdfast.records.report import Problem
 from holdfast.records.state import Receipt
@@ -234,7 +235,8 @@ class _Attempt:
     claim: str
     step: int
     parent: str | None
-    line: tuple[tuple[int, int], ...]
+    lineage: Lineage
+    segment: str
     lease: int
     lease_token: str
     save_id: str
@@ -324,6 +326,7 @@ class HoldfastWriter(StorageWriter):  # type: ignore[misc]
             logger.info(
                 "committed step %d: %.1f MiB to %s", checkpoint.step, checkpoint.size_bytes / 2**20, checkpoint.path
             )
+            _committed_last[checkpoint.head.run_id] = checkpoint.digest
             self._catalog.point_latest(checkpoint.folder)
         finally:
             self._give_up()
@@ -356,7 +359,7 @@ class HoldfastWriter(StorageWriter):  # type: ignore[misc]
         if step is None:
             step = layout.check_step(latest.step + 1 if latest else 0)
         parent = latest.digest if latest else None
-        line = self._catalog.lineage(parent, scan)
+        line = ancestry(parent, scan.checkpoints)
         if any(checkpoint.step == step for checkpoint in line):
             raise UsageError(
                 f"step {step} is committed already",
@@ -373,7 +376,21 @@ class HoldfastWriter(StorageWriter):  # type: ignore[misc]
         except BaseException:
             self._give_up()
             raise
-        return _Attempt(folder, claim, step, parent, line_after(line), lease.number, lease.token, self.save_id)
+        segment = _segment_after(latest)
+        return _Attempt(
+            folder, claim, step, parent, Lineage.through(line), segment, lease.number, lease.token, self.save_id
+        )
+
+
+# By run, what this process committed last. `dcp.save` is often given a new writer each time.
+_committed_last: dict[str, str] = {}
+
+
+def _segment_after(latest: Checkpoint | None) -> str:
+    """Return the segment of the next checkpoint: that of the latest one if this process has just committed it."""
+    if latest is not None and latest.head.segment and _committed_last.get(latest.head.run_id) == latest.digest:
+        return latest.head.segment
+    return draw_segment()
 
 
 def _without_empty_pieces(plans: list[SavePlan]) -> list[SavePlan]:
@@ -600,7 +617,8 @@ def _facts(attempt: _Attempt, note: Mapping[str, Any]) -> Facts:
         guards={},
         tags=(),
         versions={"holdfast": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
-        line=attempt.line,
+        lineage=attempt.lineage,
+        segment=attempt.segment,
         lease=attempt.lease,
         lease_token=attempt.lease_token,
     )

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from holdfast.records.lineage import Lineage
 from holdfast.records.manifest import MeshRecord, TensorRecord, TreeRecord
 from holdfast.records.selector import Ranking
 
@@ -29,7 +30,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     guards: dict[str, Any]
     tags: tuple[str, ...]
     versions: dict[str, str]
-    line: tuple[tuple[int, int], ...] = ()
+    lineage: Lineage = Lineage()
+    segment: str = ""
     lease: int = 0
     lease_token: str = ""
     links: bool = True

@@ -107,6 +107,7 @@ class Committed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     digest: str
     size_bytes: int
     sequence: int
+    segment: str
 
 
 class Discarded(msgspec.Struct, frozen=True, tag=True, array_like=True):

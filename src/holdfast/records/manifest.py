@@ -26,6 +26,7 @@ FORMAT = 1
 BLOCK_BYTES = 1 << 20
 MAX_MANIFEST_BYTES = 1 << 30
 MAX_VALUES_BYTES = 4 << 30
+SEGMENT_CHARACTERS = 16
 MAX_SEQUENCE = 2**53 - 1
 """Far above what any run gets to: a higher number was made up, and must not take the numbers after it away."""
 _MIN_BLOCK_BYTES = 1 << 12
@@ -36,6 +37,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Sequence = Annotated[int, msgspec.Meta(ge=0, le=MAX_SEQUENCE)]
 Sizes = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+Segment = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{16})?\Z")]
 
 
 class ChunkRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,11 +104,15 @@ class MeshRecord(msgspec.Struct, frozen=True, kw_only=True, order=True):
     dimensions: tuple[str, ...] = ()
 
 
-class _Body(msgspec.Struct, frozen=True, kw_only=True):
+class Body(msgspec.Struct, frozen=True, kw_only=True):
     """A committed checkpoint, but for its tensors. Values that may hold more than JSON can say (`metrics` ... `guards`)
-    are encoded by the codec. `line` are the sequence numbers of all that this one goes back to, also those that are
-    gone, as ranges. `epoch` is how many epochs were done, where the training said so. `ranking`: the metrics that the
-    training keeps the best by, the first of them what `best` means, each with how it ranks."""
+    are encoded by the codec.
+
+    line: the sequence numbers of all that this one goes back to, also those that are gone, as ranges.
+    segments: the segment of each of these ranges; `segment` is that of this checkpoint. See `holdfast.records.lineage`.
+    epoch: how many epochs were done, where the training said so.
+    ranking: the metrics that the training keeps the best by, each with how it ranks; `best` means the first of them.
+    """
 
     run_id: str
     folder: str
@@ -127,6 +133,8 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
     tags: tuple[str, ...]
     versions: dict[str, str]
     line: tuple[tuple[Count, Count], ...] = ()
+    segments: tuple[Segment, ...] = ()
+    segment: Segment = ""
     epoch: Count | None = None
     ranking: Ranking = ()
 
@@ -135,13 +143,13 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
         return sum(file.size_bytes for file in self.files)
 
 
-class Manifest(_Body, frozen=True, kw_only=True):
-    """A committed checkpoint. `line` are the sequence numbers of all that it goes back to; see `_Body`."""
+class Manifest(Body, frozen=True, kw_only=True):
+    """A committed checkpoint. `line` are the sequence numbers of all that it goes back to; see `Body`."""
 
     tensors: tuple[TensorRecord, ...]
 
 
-class ManifestHead(_Body, frozen=True, kw_only=True):
+class ManifestHead(Body, frozen=True, kw_only=True):
     """A manifest whose tensors are still the text that they came as: enough to list a run of thousands."""
 
     tensors: msgspec.Raw
@@ -258,7 +266,7 @@ def check_manifest(manifest: Manifest, *, tensors: bool = True) -> None:
         _check_tensors(manifest, files)
 
 
-def _check_body(manifest: _Body) -> dict[str, FileRecord]:
+def _check_body(manifest: Body) -> dict[str, FileRecord]:
     """Everything but the tensors; the files by their names."""
     named = layout.parse_folder(manifest.folder)
     if named is None or named.step != manifest.step:
@@ -278,12 +286,14 @@ def _check_body(manifest: _Body) -> dict[str, FileRecord]:
     return files
 
 
-def _check_line(manifest: _Body) -> None:
+def _check_line(manifest: Body) -> None:
     last = -1
     for first, end in manifest.line:
         if not last < first <= end < manifest.sequence:
             raise CorruptCheckpointError("the line that it goes back to does not ascend")
         last = end
+    if manifest.segments and len(manifest.segments) != len(manifest.line):
+        raise CorruptCheckpointError("the line that it goes back to has not one segment for each range")
 
 
 def _check_created(created: str) -> None:

@@ -215,7 +215,9 @@ class _Writer:
         if job.facts.links:
             catalog.point_latest(job.folder)
         self._remove(job, [layout.receipt_file(rank) for rank in range(1, job.size)])
-        return Committed(job.number, checkpoint.digest, checkpoint.size_bytes, checkpoint.sequence)
+        return Committed(
+            job.number, checkpoint.digest, checkpoint.size_bytes, checkpoint.sequence, checkpoint.head.segment
+        )
 
     def _receipts(self, job: Job, storage: Storage, patience_seconds: float) -> list[Receipt]:
         """The receipts of the other ranks, once all are there."""
