@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from queue import SimpleQueue
 from types import MappingProxyType
 from typing import Any
 
@@ -37,13 +36,12 @@ from holdfast.records.events import Event, EventKind
 from holdfast.records.images import Answer, Commit, Committed, Discard, Discarded, Failed, Written
 from holdfast.writer.client import Writer
 
-__all__ = ["Backstage", "Behind", "PendingSave", "Saved", "as_save_error", "is_leaders_word", "outcome_after"]
+__all__ = ["Behind", "PendingSave", "Saved", "as_save_error", "is_leaders_word", "outcome_after"]
 
 logger = logging.getLogger("holdfast")
 
 _GIVE_UP_SECONDS = 60.0
 _PULSE_SECONDS = 0.5
-_LOOK_SECONDS = 1.0
 
 
 class Saved(msgspec.Struct, frozen=True, array_like=True):
@@ -213,45 +211,6 @@ class HandedOver:
     writer: Writer | None = None
     arena: Arena | None = None
     finish_staging: Callable[[], None] = lambda: None
-
-
-class Backstage:
-    """A thread that does one thing after another. It is kept: to start one takes longer than all the rest of a save in
-    which a device makes the copies."""
-
-    def __init__(self) -> None:
-        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def do(self, work: Callable[[], None]) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="holdfast-save", daemon=True)
-            self._thread.start()
-        self._work.put(work)
-
-    def wait(self) -> None:
-        """Return when it has done all that it was given so far."""
-        if self._thread is not None:
-            done = threading.Event()
-            self._work.put(done.set)
-            while not done.wait(_LOOK_SECONDS) and self._thread.is_alive():
-                pass
-
-    def stop(self) -> None:
-        """Let it end after what it has to do."""
-        if self._thread is not None:
-            self._work.put(None)
-            self._thread = None
-
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            try:
-                work()
-            except BaseException:
-                # The next save waits for this thread, whatever a callback of this one has raised.
-                logger.exception("the background half of a save ended by an error")
-            # Nothing of a save that is over may stay in this frame: it would keep the arena.
-            del work
 
 
 class Behind:

@@ -37,14 +37,15 @@ from holdfast.identity import this_process
 from holdfast.records import layout
 from holdfast.records.attempts import AttemptRecord, encode_attempt, read_attempt
 from holdfast.records.codec import decode
-from holdfast.records.facts import STATE_DICT_NOTE
 from holdfast.records.lineage import Lineage
 from holdfast.records.manifest import (
     FORMAT,
     MAX_MANIFEST_BYTES,
     MAX_SEQUENCE,
+    STATE_DICT_NOTE,
     Manifest,
     ManifestHead,
+    Ranking,
     decode_head,
     digest_of,
     encode_abandoned,
@@ -62,7 +63,7 @@ from holdfast.records.notes import (
     read_note,
     sum_up,
 )
-from holdfast.records.selector import Ranking, Selector
+from holdfast.records.selector import Selector
 from holdfast.records.wire import MAX_RECORD_BYTES, encode_record, read_record
 from holdfast.storage.base import Storage
 from holdfast.storage.documents import read_document

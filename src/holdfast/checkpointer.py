@@ -20,8 +20,8 @@ from holdfast.leading import SaveRequest
 from holdfast.ranks import torch_ranks
 from holdfast.records.codec import encode
 from holdfast.records.events import Event
-from holdfast.records.facts import STATE_DICT_NOTE
 from holdfast.records.layout import check_component_name, check_step
+from holdfast.records.manifest import STATE_DICT_NOTE
 from holdfast.records.selector import check_tag
 from holdfast.requests import (
     Introduction,

@@ -17,7 +17,6 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from holdfast.background import Backstage
 from holdfast.catalog import Catalog, Checkpoint, Scan, best_of
 from holdfast.errors import CheckpointNotFoundError, HoldfastError, KeyMissingError, StorageError, UsageError
 from holdfast.identity import Identity, is_alive
@@ -30,6 +29,7 @@ from holdfast.records.linknames import LinkTemplate
 from holdfast.records.notes import Note
 from holdfast.stages.retain import Decision, retain
 from holdfast.stages.verify import verify
+from holdfast.worker import WorkerThread
 
 logger = logging.getLogger("holdfast")
 
@@ -67,7 +67,7 @@ class Housekeeper:
         self._in_use = in_use
         self._tell = tell
         self._readers = Readers(catalog.storage)
-        self._backstage = Backstage()
+        self._worker = WorkerThread()
         self._doomed: dict[str, str] = {}
         self._cleared = False
         self._waiting = threading.Event()
@@ -75,7 +75,7 @@ class Housekeeper:
         self._suspected: dict[Checkpoint, str] = {}
         self._lock = threading.Lock()
         self._said_unknown = False
-        weakref.finalize(self, self._backstage.stop)
+        weakref.finalize(self, self._worker.stop)
 
     def tidy_behind(self) -> None:
         """Tidy in the background, if there is anything that tidying would change. What fails is logged, and tried again
@@ -85,7 +85,7 @@ class Housekeeper:
         # One that waits for its turn will see what happened until then.
         if not self._waiting.is_set():
             self._waiting.set()
-            self._backstage.do(lambda: self._try(self._take_turn))
+            self._worker.submit(lambda: self._try(self._take_turn))
 
     def _take_turn(self) -> None:
         self._waiting.clear()
@@ -93,7 +93,7 @@ class Housekeeper:
 
     def do_behind(self, work: Callable[[], object]) -> None:
         """Do something of the caller's in the same thread, in its turn."""
-        self._backstage.do(lambda: self._try(work))
+        self._worker.submit(lambda: self._try(work))
 
     def suspect(self, damaged: Mapping[Checkpoint, str]) -> None:
         """Have these looked at again when this process next tidies: what could not be read for a moment is not damaged.
@@ -102,11 +102,11 @@ class Housekeeper:
 
     def wait(self) -> None:
         """Return when everything that was asked for is done."""
-        self._backstage.wait()
+        self._worker.wait()
 
     def close(self) -> None:
         self.wait()
-        self._backstage.stop()
+        self._worker.stop()
 
     def plan(self) -> list[Decision]:
         """What would be kept and what would go, and why. Does nothing."""

@@ -24,16 +24,16 @@ from holdfast._version import __version__
 from holdfast.background import Saved
 from holdfast.catalog import Catalog
 from holdfast.errors import KeyMissingError, StorageError, UsageError
+from holdfast.frozen import frozen_guards
 from holdfast.lease import Lease
 from holdfast.records import layout
 from holdfast.records.codec import Json
 from holdfast.records.facts import Facts, Listing
 from holdfast.records.lineage import Lineage, ancestry
-from holdfast.records.manifest import MeshRecord, TensorRecord, TreeRecord
-from holdfast.records.selector import Ranking
+from holdfast.records.manifest import MeshRecord, Ranking, TensorRecord, TreeRecord
 from holdfast.records.state import SAID, Brief, CarriedTree, Duty, FrozenEntry, Inventory, SavePlan
 from holdfast.stages.compare import Watch
-from holdfast.stages.plan import GlobalPlan, Replicas, frozen_guards, plan
+from holdfast.stages.plan import GlobalPlan, Replicas, plan
 from holdfast.survivors import wait_for_survivors
 
 logger = logging.getLogger("holdfast")

@@ -29,6 +29,7 @@ from holdfast.errors import (
     StorageError,
     UsageError,
 )
+from holdfast.frozen import frozen_guards, take_frozen
 from holdfast.lease import reading
 from holdfast.memory import collector_paused
 from holdfast.naming import holds_state, kind_of, unwrap
@@ -43,9 +44,7 @@ from holdfast.records.strategy import LoadStrategy
 from holdfast.records.targets import Fitted, Request
 from holdfast.records.wire import from_json
 from holdfast.shadows import Shadows, room_on
-from holdfast.stages.capture import take_frozen
 from holdfast.stages.match import Place, SavedState, match
-from holdfast.stages.plan import frozen_guards
 from holdfast.stages.read import check_bytes, check_sizes, read, read_values, size_of
 from holdfast.stages.resolve import candidates
 from holdfast.stages.restore import restore_tensors, restore_values

@@ -15,8 +15,8 @@ import torch
 
 from holdfast.errors import UsageError
 from holdfast.records.codec import MAX_DEPTH, Json, encode, is_registered
-from holdfast.records.facts import STATE_DICT_NOTE
 from holdfast.records.layout import as_integer
+from holdfast.records.manifest import STATE_DICT_NOTE
 from holdfast.tensors import inline_text
 
 __all__ = [

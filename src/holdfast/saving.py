@@ -27,7 +27,6 @@ import torch
 
 from holdfast.arena import Arena
 from holdfast.background import (
-    Backstage,
     Behind,
     HandedOver,
     PendingSave,
@@ -61,6 +60,7 @@ from holdfast.stages.write import write
 from holdfast.staging import ChosenMode, Mode, Stager, changes_in_step_alone, is_on_device, room_for_clone
 from holdfast.storage.base import Storage
 from holdfast.storage.registry import same_place
+from holdfast.worker import WorkerThread
 from holdfast.writer.client import Writer, start_writer
 
 logger = logging.getLogger("holdfast")
@@ -132,14 +132,14 @@ class Saver:
         self._writer: Writer | None = None
         self._behind: Ranks | None = None
         self._shared_lease = 0
-        self._backstage = Backstage()
+        self._worker = WorkerThread()
         self._pending: PendingSave | None = None
         self._jobs = 0
         self._waits = Waits()
         self._hooks: dict[int, Any] = {}
         self._owner = os.getpid()
         # One that is dropped without being closed: its writer sees the end of the line, and this thread hears it here.
-        weakref.finalize(self, self._backstage.stop)
+        weakref.finalize(self, self._worker.stop)
         _savers.add(self)
 
     # What is asked of it
@@ -560,7 +560,7 @@ class Saver:
             look=partial(self._find_committed, pending.folder),
             clear=partial(self._clear_attempt, pending.folder, handed),
         )
-        self._backstage.do(behind.run)
+        self._worker.submit(behind.run)
         del behind
         if failure is not None and (self._ranks.size == 1 or not isinstance(failure, Exception)):
             pending.wait()
@@ -723,7 +723,7 @@ class Saver:
         behind, self._behind = self._behind, None
         releases: list[Callable[[], None]] = [hook.remove for hook in hooks.values()]
         releases += [writer.leave] if writer is not None else []
-        releases += [self._stager.close, self._leader.release_run, self._backstage.stop]
+        releases += [self._stager.close, self._leader.release_run, self._worker.stop]
         for release in releases:
             try:
                 release()

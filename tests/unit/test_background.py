@@ -1,12 +1,10 @@
-"""The half of a save behind the training, by itself: who may wait for it, and what its thread does."""
+"""The half of a save behind the training, by itself: who may wait for it, and what its failures are."""
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
-from holdfast.background import Backstage, PendingSave, Saved, as_save_error
+from holdfast.background import PendingSave, Saved, as_save_error
 from holdfast.errors import HoldfastError, SaveFailedError, StorageError, UsageError
 from holdfast.records.events import Event
 
@@ -45,31 +43,3 @@ def test_every_failure_is_an_error_of_ours_that_names_the_step(error: Exception,
     found = as_save_error(error, 7)
     assert type(found) is kind
     assert "step 7" in str(found)
-
-
-def test_a_backstage_does_one_thing_after_another_and_ends_after_the_last() -> None:
-    done: list[int] = []
-    threads: set[int] = set()
-    backstage = Backstage()
-    for number in range(50):
-        backstage.do(lambda number=number: (done.append(number), threads.add(threading.get_ident())))
-    backstage.wait()
-    assert done == list(range(50))
-    assert len(threads) == 1
-    backstage.stop()
-    backstage.stop()
-
-
-def test_a_backstage_goes_on_after_work_that_ends_by_an_error(caplog: pytest.LogCaptureFixture) -> None:
-    done: list[int] = []
-    backstage = Backstage()
-
-    def leave() -> None:
-        raise SystemExit("a callback left")
-
-    backstage.do(leave)
-    backstage.do(lambda: done.append(1))
-    backstage.wait()
-    assert done == [1]
-    assert "a callback left" in caplog.text
-    backstage.stop()

@@ -20,8 +20,7 @@ from holdfast.cli.output import SOUND, cell, count_text, cut, print_json, size_t
 from holdfast.cli.sources import find, local_time, open_source, print_passed_over
 from holdfast.errors import UsageError
 from holdfast.records.codec import Json, plain
-from holdfast.records.facts import STATE_DICT_NOTE
-from holdfast.records.manifest import Manifest, MeshRecord, TensorRecord
+from holdfast.records.manifest import STATE_DICT_NOTE, Manifest, MeshRecord, TensorRecord
 
 _EVERY = "*"
 _SHOWN_FILES = 24

@@ -7,11 +7,7 @@ from typing import Any
 import msgspec
 
 from holdfast.records.lineage import Lineage
-from holdfast.records.manifest import MeshRecord, TensorRecord, TreeRecord
-from holdfast.records.selector import Ranking
-
-# The key in `extra` of the note by which PyTorch's keys are found again in a plain state dict. No user can give it.
-STATE_DICT_NOTE = "dcp"
+from holdfast.records.manifest import MeshRecord, Ranking, TensorRecord, TreeRecord
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from datetime import datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from blake3 import blake3
@@ -19,7 +19,6 @@ from holdfast.errors import CorruptCheckpointError, HoldfastError, SaveFailedErr
 from holdfast.records import layout
 from holdfast.records.boxes import MAX_DIMENSIONS, Box, cover_exactly
 from holdfast.records.dtypes import element_type
-from holdfast.records.selector import Ranking
 from holdfast.records.wire import from_json
 
 FORMAT = 1
@@ -32,6 +31,13 @@ MAX_SEQUENCE = 2**53 - 1
 _MIN_BLOCK_BYTES = 1 << 12
 _MAX_BLOCK_BYTES = 1 << 30
 _MAX_TENSOR_BYTES = 2**63 - 1
+
+RankingMode = Literal["min", "max"]
+Ranking = tuple[tuple[str, RankingMode], ...]
+"""Metrics, each with which of its values is the best; `best` alone means the first of them."""
+
+STATE_DICT_NOTE = "dcp"
+"""The key in `extra` that says how PyTorch's keys are found again in a plain state dict. No user can give it."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Sequence = Annotated[int, msgspec.Meta(ge=0, le=MAX_SEQUENCE)]

@@ -12,11 +12,9 @@ from typing import Literal
 
 from holdfast.errors import UsageError
 from holdfast.records.layout import MAX_STEP, as_integer, check_step, parse_folder
+from holdfast.records.manifest import RankingMode
 
 Kind = Literal["latest", "best", "step", "tag", "folder"]
-Mode = Literal["min", "max"]
-# Metrics, each with which of its values is the best; the first is the one that `best` alone means.
-Ranking = tuple[tuple[str, Mode], ...]
 
 _TAG = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}", re.ASCII)
 _METRIC = re.compile(r"\S[^\x00-\x1f]{0,255}")
@@ -31,7 +29,7 @@ class Selector:
     kind: Kind
     name: str = ""
     step: int = 0
-    mode: Mode | None = None
+    mode: RankingMode | None = None
 
     def __str__(self) -> str:
         if self.kind == "step":
@@ -90,7 +88,7 @@ def _parse_best(spelled: str) -> Selector:
     return Selector("best", name=metric[1:], mode=_as_mode(said[1]) if said else None)
 
 
-def _as_mode(word: str) -> Mode:
+def _as_mode(word: str) -> RankingMode:
     return "max" if word == "max" else "min"
 
 

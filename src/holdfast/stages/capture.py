@@ -13,28 +13,23 @@ from typing import Any
 import msgspec
 import torch
 from blake3 import blake3
-from torch.utils.weak import WeakIdKeyDictionary
 
-from holdfast.components import Trainable
 from holdfast.errors import UsageError
+from holdfast.frozen import take_frozen
 from holdfast.live import component_state, tree_of
-from holdfast.naming import cut_at, cuts_of, parameter_names, random_state_last, scope_of
+from holdfast.naming import cut_at, cuts_of, random_state_last, scope_of
 from holdfast.recall import Remembered, remember
 from holdfast.records import layout
 from holdfast.records.boxes import Cut, whole
 from holdfast.records.manifest import MeshRecord
 from holdfast.records.state import CapturedTree, CarriedTree, FrozenEntry, Inventory, PartEntry, TreeEntry
 from holdfast.tensors import (
-    address,
     dtype_name,
-    fingerprint,
     held_piece,
     host_pieces,
     is_sharded,
     mesh_of,
-    plain_parts,
     ranks_of,
-    sample_of,
     whole_shape,
 )
 
@@ -198,38 +193,6 @@ def _parts_of(
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local().detach() if is_sharded(tensor) else tensor
-
-
-def take_frozen(components: Mapping[str, Any], *, anew: bool = False) -> tuple[FrozenEntry, ...]:
-    """The fingerprint of every parameter that a `Trainable` component leaves out; `anew` trusts no earlier reading."""
-    if anew:
-        _fingerprints.clear()
-    entries = []
-    for name, component in components.items():
-        if isinstance(component, Trainable):
-            names = parameter_names(component.component)
-            for parameter in component.component.parameters():
-                if not parameter.requires_grad:
-                    parts = plain_parts(parameter)
-                    entries += [_frozen_entry(name, names[id(parameter)] + suffix, part) for suffix, part in parts]
-    return tuple(entries)
-
-
-def _frozen_entry(component: str, name: str, parameter: torch.Tensor) -> FrozenEntry:
-    key = (parameter._version, address(parameter), sample_of(parameter))
-    known: tuple[object, FrozenEntry] | None = _fingerprints.get(parameter)
-    if known is not None and known[0] == key:
-        return known[1]
-    box, local = held_piece(parameter, leaf=f"{component}.{name}")
-    shape = tuple(parameter.shape)
-    entry = FrozenEntry(component, name, str(parameter.dtype), shape, box, fingerprint(local, box, shape))
-    _fingerprints[parameter] = (key, entry)
-    return entry
-
-
-# A frozen parameter is read through once and not at every save, unless its version or a sample of its content changed.
-# The sample is there for writes through `.data`, which the version does not count.
-_fingerprints = WeakIdKeyDictionary()
 
 
 def _text(tree: CapturedTree) -> bytes:

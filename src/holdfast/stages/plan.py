@@ -21,9 +21,8 @@ from holdfast.records import layout
 from holdfast.records.boxes import Box, cover_exactly
 from holdfast.records.codec import Json
 from holdfast.records.dtypes import ELEMENT_TYPES
-from holdfast.records.manifest import digest_of
 from holdfast.records.merging import references, union_of
-from holdfast.records.state import Duty, FrozenEntry, Inventory, PartEntry, ReplicaSet, TreeEntry, ranks_in_words
+from holdfast.records.state import Duty, Inventory, PartEntry, ReplicaSet, TreeEntry, ranks_in_words
 
 Replicas = Literal["compare", "trust"]
 """Whether the ranks compare what they hold of one leaf, or it is the same on the user's word."""
@@ -97,24 +96,6 @@ def plan(inventories: Sequence[Inventory], replicas: Replicas = "compare") -> Gl
         for rank, inventory in enumerate(inventories)
     )
     return GlobalPlan(duties, tuple(leaves), tuple(trees.values()), sizes, sets, compared)
-
-
-def frozen_guards(entries: Iterable[FrozenEntry]) -> dict[str, str]:
-    """One guard per component with a frozen base, the same however the base is sharded."""
-    # Replicas count once; where they differ, each counts, so that one rank with another base is found.
-    pieces: dict[str, dict[tuple[str, str, tuple[int, ...], Box], set[int]]] = {}
-    for entry in entries:
-        held = pieces.setdefault(entry.component, {})
-        held.setdefault((entry.name, entry.dtype, entry.shape, entry.box), set()).add(entry.fingerprint)
-    guards = {}
-    for component, held in pieces.items():
-        sums: dict[tuple[str, str, tuple[int, ...]], int] = {}
-        for (name, dtype, shape, _), values in held.items():
-            sums[name, dtype, shape] = (sums.get((name, dtype, shape), 0) + sum(values)) % 2**63
-        guards[f"frozen:{component}"] = digest_of(
-            msgspec.json.encode(sorted((list(key), v) for key, v in sums.items()))
-        )
-    return guards
 
 
 def _agree_on_scopes(inventories: Sequence[Inventory]) -> list[tuple[str, ...]]:

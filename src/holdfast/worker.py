@@ -1,0 +1,51 @@
+"""A worker thread. Functions enter; what they raise is logged."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+logger = logging.getLogger("holdfast")
+
+_LOOK_SECONDS = 1.0
+
+
+class WorkerThread:
+    """A thread that runs one function after another. One thread is kept for all saves: to start one takes longer than
+    all the rest of a save whose copies a device makes."""
+
+    def __init__(self) -> None:
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, work: Callable[[], None]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="holdfast-save", daemon=True)
+            self._thread.start()
+        self._work.put(work)
+
+    def wait(self) -> None:
+        """Return when everything that was submitted so far is done."""
+        if self._thread is not None:
+            done = threading.Event()
+            self._work.put(done.set)
+            while not done.wait(_LOOK_SECONDS) and self._thread.is_alive():
+                pass
+
+    def stop(self) -> None:
+        """End the thread after everything that was submitted."""
+        if self._thread is not None:
+            self._work.put(None)
+            self._thread = None
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            try:
+                work()
+            except BaseException:
+                # The next save waits for this thread, whatever a callback of this one has raised.
+                logger.exception("work in the background ended by an unexpected error")
+            # Nothing of a save that is over may stay in this frame: it would keep the arena.
+            del work
