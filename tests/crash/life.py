@@ -159,7 +159,7 @@ class Behind:
     def __init__(self) -> None:
         self.work: list[Callable[[], None]] = []
 
-    def do(self, work: Callable[[], None]) -> None:
+    def submit(self, work: Callable[[], None]) -> None:
         self.work.append(work)
 
     def wait(self) -> None:
@@ -174,14 +174,14 @@ class Manager(CheckpointManager):
     """A manager without a thread: else no sequence would happen twice in the same way."""
 
     def _hold_run(self) -> None:
-        self._housekeeper._backstage = Behind()  # type: ignore[assignment]
+        self._housekeeper._worker = Behind()  # type: ignore[assignment]
         super()._hold_run()
 
     @property
     def behind(self) -> Behind:
-        if not isinstance(self._housekeeper._backstage, Behind):
-            self._housekeeper._backstage = Behind()  # type: ignore[assignment]
-        return self._housekeeper._backstage  # type: ignore[return-value]
+        if not isinstance(self._housekeeper._worker, Behind):
+            self._housekeeper._worker = Behind()  # type: ignore[assignment]
+        return self._housekeeper._worker  # type: ignore[return-value]
 
     @property
     def number(self) -> int:
