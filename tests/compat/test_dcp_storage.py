@@ -530,3 +530,178 @@ def fail_on_the_other_rank(rank: int, run: str) -> str:
 def test_a_failure_on_another_rank_leaves_the_run_to_others(tmp_path: pathlib.Path) -> None:
     assert values(run_ranks(2, fail_on_the_other_rank, str(tmp_path))) == ["saved", ""]
     assert [found.step for found in holdfast.checkpoints(tmp_path)] == [1, 0]
+
+
+# What is being read
+
+
+def prune(run: object) -> list[int]:
+    """Keep the newest checkpoint only, in another process, and return the steps that are left."""
+    command = "import sys, holdfast; holdfast.prune(sys.argv[1], holdfast.KeepLast(1))"
+    subprocess.run([sys.executable, "-P", "-c", command, str(run)], check=True)
+    return [found.step for found in holdfast.checkpoints(str(run))]
+
+
+def prune_until_one_is_left(run: object) -> list[int]:
+    """Prune until a single checkpoint is left, or for a minute."""
+    deadline = time.monotonic() + 60
+    while len(left := prune(run)) > 1 and time.monotonic() < deadline:
+        pass
+    return left
+
+
+class LoadPlannerThatActs(DefaultLoadPlanner):
+    """Calls a function where a load has come to a given method."""
+
+    def __init__(self, method: str, act: Callable[[], object]) -> None:
+        super().__init__()
+        self.method, self.act = method, act
+
+    def _at(self, method: str) -> None:
+        if self.method == method:
+            self.act()
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        self._at("set_up_planner")
+        super().set_up_planner(*args, **kwargs)
+
+    def create_local_plan(self) -> Any:
+        self._at("create_local_plan")
+        return super().create_local_plan()
+
+    def finish_plan(self, new_plan: Any) -> Any:
+        self._at("finish_plan")
+        return super().finish_plan(new_plan)
+
+    def resolve_tensor(self, read_item: Any) -> Any:
+        self._at("resolve_tensor")
+        return super().resolve_tensor(read_item)
+
+
+METHODS_OF_LOAD = ["set_up_planner", "create_local_plan", "finish_plan", "resolve_tensor"]
+
+
+def save_two_steps(run: pathlib.Path) -> None:
+    for step in (0, 1):
+        dcp.save({"w": torch.full((2,), float(step))}, storage_writer=HoldfastWriter(run, step=step))
+
+
+@pytest.mark.guarantee("G4")
+@pytest.mark.parametrize("verify", ["full", "off"])
+@pytest.mark.parametrize("method", METHODS_OF_LOAD)
+def test_a_checkpoint_that_dcp_loads_is_not_deleted_meanwhile(tmp_path: pathlib.Path, method: str, verify: Any) -> None:
+    save_two_steps(tmp_path)
+    left: list[list[int]] = []
+    planner = LoadPlannerThatActs(method, lambda: left.append(prune(tmp_path)))
+    state = {"w": torch.full((2,), -1.0)}
+    dcp.load(state, storage_reader=HoldfastReader(tmp_path, 0, verify=verify), planner=planner)
+    assert torch.equal(state["w"], torch.zeros(2))
+    assert left == [[1, 0]]
+    assert prune(tmp_path) == [1]
+
+
+@pytest.mark.guarantee("G4")
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("method", METHODS_OF_LOAD)
+def test_a_load_that_fails_keeps_no_checkpoint(tmp_path: pathlib.Path, method: str, error: type[BaseException]) -> None:
+    def fail() -> None:
+        raise error("on purpose")
+
+    save_two_steps(tmp_path)
+    reader = HoldfastReader(tmp_path, 0)
+    with pytest.raises(CheckpointException) as kept:
+        dcp.load({"w": torch.ones(2)}, storage_reader=reader, planner=LoadPlannerThatActs(method, fail))
+    assert prune_until_one_is_left(tmp_path) == [1]
+    assert type(error_of(kept)) is error
+
+
+def fail_to_load_on_the_other_rank(rank: int, run: str) -> list[int]:
+    def fail() -> None:
+        raise RuntimeError("on purpose")
+
+    planner = LoadPlannerThatActs("create_local_plan" if rank else "", fail)
+    reader = HoldfastReader(run, 0)
+    failures = failures_of(lambda: dcp.load({"w": torch.ones(2)}, storage_reader=reader, planner=planner))
+    assert failures == {1: RuntimeError}
+    left = prune_until_one_is_left(run) if rank == 0 else []
+    dist.barrier()
+    return left
+
+
+@pytest.mark.guarantee("G4")
+def test_a_load_that_fails_on_another_rank_keeps_no_checkpoint(tmp_path: pathlib.Path) -> None:
+    save_two_steps(tmp_path)
+    assert values(run_ranks(2, fail_to_load_on_the_other_rank, str(tmp_path))) == [[1], []]
+
+
+def prune_while_the_other_rank_reads(rank: int, run: str) -> tuple[list[int], float]:
+    left: list[int] = []
+
+    def prune_when_the_other_is_done() -> None:
+        dist.barrier()
+        left.extend(prune(run))
+
+    state = {"w": torch.full((2,), -1.0)}
+    planner = LoadPlannerThatActs("resolve_tensor" if rank else "", prune_when_the_other_is_done)
+    reader = HoldfastReader(run, 0)
+    if rank:
+        dcp.load(state, storage_reader=reader, planner=planner)
+    else:
+        dcp.load(state, storage_reader=ReaderThatMeetsTheOther(reader))
+    return left, float(state["w"][0])
+
+
+class ReaderThatMeetsTheOther(dcp.StorageReader):  # type: ignore[misc]
+    """Reads through another reader, and waits for the other rank when everything is read."""
+
+    def __init__(self, reader: HoldfastReader) -> None:
+        self.reader = reader
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        result = self.reader.read_data(plan, planner)
+        dist.barrier()
+        return result
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        self.reader.reset(checkpoint_id)
+
+    def read_metadata(self) -> Any:
+        return self.reader.read_metadata()
+
+    def set_up_storage_reader(self, metadata: Any, is_coordinator: bool) -> None:
+        self.reader.set_up_storage_reader(metadata, is_coordinator)
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return self.reader.prepare_local_plan(plan)
+
+    def prepare_global_plan(self, plans: Any) -> Any:
+        return self.reader.prepare_global_plan(plans)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return HoldfastReader.validate_checkpoint_id(checkpoint_id)
+
+
+@pytest.mark.guarantee("G4")
+def test_a_rank_that_still_reads_keeps_the_checkpoint(tmp_path: pathlib.Path) -> None:
+    save_two_steps(tmp_path)
+    assert values(run_ranks(2, prune_while_the_other_rank_reads, str(tmp_path))) == [([], 0.0), ([1, 0], 0.0)]
+    assert prune(tmp_path) == [1]
+
+
+def test_metadata_that_is_read_outside_of_a_load_keeps_no_checkpoint(tmp_path: pathlib.Path) -> None:
+    save_two_steps(tmp_path)
+    reader = HoldfastReader(tmp_path, 0)
+    metadata = reader.read_metadata()
+    assert prune(tmp_path) == [1]
+    with pytest.raises(holdfast.CheckpointNotFoundError):
+        reader.set_up_storage_reader(metadata, True)
+
+
+def test_a_load_outside_of_any_call_ends_with_its_reader(tmp_path: pathlib.Path) -> None:
+    save_two_steps(tmp_path)
+    reader = HoldfastReader(tmp_path, 0)
+    reader.set_up_storage_reader(reader.read_metadata(), True)
+    assert prune(tmp_path) == [1, 0]
+    del reader
+    assert prune(tmp_path) == [1]

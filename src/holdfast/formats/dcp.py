@@ -17,6 +17,10 @@ The lease. PyTorch calls no method of a writer when a save fails elsewhere: on a
 interrupt. So a thread of the coordinator looks whether the call that the save is part of still runs, and releases the
 run when it has ended. Releasing it too early would be safe: the lease's number fences, so a save is committed only if
 no other writer came.
+
+The claim of a reader. Each rank claims the checkpoint that it loads, so that retention does not delete it: from
+`read_metadata()` to the end of its `read_data()`, or of the call that failed, which is watched in the same way.
+Metadata that is read outside of a load is claimed only while it is read.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FrameType
@@ -64,8 +69,15 @@ from torch.futures import Future
 
 from holdfast._version import __version__
 from holdfast.catalog import Catalog, Checkpoint
-from holdfast.errors import CorruptCheckpointError, HoldfastError, StateMismatchError, StorageError, UsageError
-from holdfast.lease import Lease
+from holdfast.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    HoldfastError,
+    StateMismatchError,
+    StorageError,
+    UsageError,
+)
+from holdfast.lease import Lease, reading
 from holdfast.records import layout
 from holdfast.records.boxes import Box, cover_exactly
 from holdfast.records.codec import Json, Subclass, decode, encode, subclass_of
@@ -75,6 +87,7 @@ from holdfast.records.files import TensorFile
 from holdfast.records.lineage import Lineage, ancestry, draw_segment
 from holdfast.records.manifest import BLOCK_BYTES, MAX_VALUES_BYTES, ChunkRecord, FileRecord, TensorRecord, TreeRecord
 from holdfast.records.report import Problem
+from holdfast.records.selector import Selector
 from holdfast.records.state import Receipt
 from holdfast.records.targets import Request
 from holdfast.records.tensorfile import FramedChunk, frame
@@ -100,6 +113,7 @@ _LOOSE = "state"
 _PIECE_BYTES = 32 * BLOCK_BYTES
 _BATCH_BYTES = 1 << 30
 _FUNCTION_OF_SAVE = "_save_state_dict"
+_FUNCTION_OF_LOAD = "_load_state_dict"
 _LOOK_SECONDS = 0.25
 
 
@@ -126,35 +140,52 @@ def _refuse_options(options: Mapping[str, Any], kind: str) -> None:
 
 
 class _Hold:
-    """The lease of one save, on the coordinator. Released at the latest when the call of `dcp.save` ends."""
+    """The lease of a save or the claim of a load. Released at the latest when PyTorch's call of it ends."""
 
-    def __init__(self, lease: Lease) -> None:
-        self._lease = lease
-        self._released = threading.Event()
-        call = _frame_of_save()
+    def __init__(self, release: Callable[[], None], function: str) -> None:
+        self._release = _Once(release)
+        call = _frame_of(function)
+        self.is_watched = call is not None
         if call is not None:
-            watched = (call, threading.get_ident(), lease, self._released)
+            watched = (call, threading.get_ident(), self._release)
             threading.Thread(target=_release_after, args=watched, name="holdfast-dcp", daemon=True).start()
-        # For a caller that is not PyTorch, and drops the writer in the middle of a save.
-        weakref.finalize(self, _release, lease, self._released)
+        # For a caller that is not PyTorch, and drops the writer or the reader on the way.
+        weakref.finalize(self, self._release)
 
     def release(self) -> None:
-        _release(self._lease, self._released)
+        self._release()
 
 
-def _frame_of_save() -> FrameType | None:
-    """Return the frame of PyTorch's function that carries this thread's save through from beginning to end."""
+class _Once:
+    """A function of which only the first call, from whatever thread, does something."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+        self._lock = threading.Lock()
+        self.called = threading.Event()
+
+    def __call__(self) -> None:
+        with self._lock:
+            is_first = not self.called.is_set()
+            self.called.set()
+        if is_first:
+            self._function()
+
+
+def _frame_of(function: str) -> FrameType | None:
+    """Return the frame of PyTorch's function that carries this thread's save or load through from beginning to end."""
     frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_name != _FUNCTION_OF_SAVE:
+    while frame is not None and frame.f_code.co_name != function:
         frame = frame.f_back
     return frame
 
 
-def _release_after(call: FrameType, thread: int, lease: Lease, released: threading.Event) -> None:
-    """Release the lease when a call has ended. An exception that is kept keeps the frame, but not on the stack."""
-    while not released.wait(_LOOK_SECONDS):
+def _release_after(call: FrameType, thread: int, release: _Once) -> None:
+    """Release what a call needed when it has ended. An exception that is kept keeps the frame, not its place on the
+    stack."""
+    while not release.called.wait(_LOOK_SECONDS):
         if not _runs(call, thread):
-            _release(lease, released)
+            release()
 
 
 def _runs(call: FrameType, thread: int) -> bool:
@@ -162,11 +193,6 @@ def _runs(call: FrameType, thread: int) -> bool:
     while frame is not None and frame is not call:
         frame = frame.f_back
     return frame is not None
-
-
-def _release(lease: Lease, released: threading.Event) -> None:
-    released.set()
-    lease.release()
 
 
 @dataclass(frozen=True)
@@ -369,7 +395,7 @@ class HoldfastWriter(StorageWriter):  # type: ignore[misc]
             )
         self._catalog.open_run()
         lease = Lease.acquire(self._catalog.storage, close_attempts=self._catalog.close_attempts)
-        self._hold = _Hold(lease)
+        self._hold = _Hold(lease.release, _FUNCTION_OF_SAVE)
         try:
             first = lease.floor.first_attempt(step)
             folder, claim = self._catalog.claim(step, size, lease=lease.number, first=first)
@@ -714,24 +740,38 @@ class HoldfastReader(StorageReader):  # type: ignore[misc]
         self._verify = verify
         self.load_id = str(uuid.uuid4())
         self._contents: _Contents | None = None
+        self._hold: _Hold | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Take another place: a run, `RUN@SELECTOR`, a checkpoint's folder, a link."""
-        self._contents = None
+        self._close()
         self.load_id = str(uuid.uuid4())
         if checkpoint_id is not None:
             self._run = checkpoint_id
 
     # No **kwargs: with them, PyTorch would take a failure for a checkpoint without an agreement between the ranks.
     def read_metadata(self) -> Metadata:
-        self._contents = _Contents(resolve(self._run, self._selector), checked=self._verify == "full")
-        metadata = self._contents.metadata()
-        metadata.storage_meta = StorageMeta(self.checkpoint_id, self._contents.save_id, self.load_id)
+        self._close()
+        checkpoint, hold = _claimed(resolve(self._run, self._selector))
+        try:
+            contents = _Contents(checkpoint, checked=self._verify == "full")
+            metadata = contents.metadata()
+        except BaseException:
+            hold.release()
+            raise
+        self._contents = contents
+        if hold.is_watched:
+            self._hold = hold
+        else:
+            hold.release()
+        metadata.storage_meta = StorageMeta(self.checkpoint_id, contents.save_id, self.load_id)
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if self._contents is None:
             self.read_metadata()
+        if self._hold is None:
+            _, self._hold = _claimed(self._opened().checkpoint)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Meet all damage now: an error here is everybody's, and no rank has changed a tensor yet."""
@@ -758,12 +798,14 @@ class HoldfastReader(StorageReader):  # type: ignore[misc]
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         contents = self._opened()
         tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
-        for batch in _batches(tensors, contents):
-            _read_batch(batch, planner, contents, checked=self._verify == "full")
-        for item in plan.items:
-            if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, _saved(contents.value(item.storage_index.fqn)))
-        self._contents = None
+        try:
+            for batch in _batches(tensors, contents):
+                _read_batch(batch, planner, contents, checked=self._verify == "full")
+            for item in plan.items:
+                if item.type == LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, _saved(contents.value(item.storage_index.fqn)))
+        finally:
+            self._close()
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -781,6 +823,33 @@ class HoldfastReader(StorageReader):  # type: ignore[misc]
         if self._contents is None:
             raise UsageError("the checkpoint is not open", advice="PyTorch calls read_metadata() first; so must you")
         return self._contents
+
+    def _close(self) -> None:
+        """End the load: from here on retention may delete the checkpoint."""
+        if self._hold is not None:
+            self._hold.release()
+        self._contents = self._hold = None
+
+
+def _claimed(meant: Checkpoint) -> tuple[Checkpoint, _Hold]:
+    """Claim a checkpoint for a load, and return it with the claim. A checkpoint that was deleted just before the claim
+    is an error; from here on it stays."""
+    claim = ExitStack()
+    claim.enter_context(reading(meant.storage, meant.folder))
+    hold = _Hold(claim.close, _FUNCTION_OF_LOAD)
+    try:
+        found = Catalog(meant.storage).find(Selector("folder", name=meant.folder))
+        if found.digest != meant.digest:
+            raise CheckpointNotFoundError(
+                "another checkpoint has taken the place of the one to load",
+                run=meant.storage.url,
+                step=meant.step,
+                advice="load again",
+            )
+    except BaseException:
+        hold.release()
+        raise
+    return found, hold
 
 
 @dataclass(frozen=True, slots=True)
