@@ -221,7 +221,7 @@ def _why_not_storable(tensor: torch.Tensor) -> tuple[str, str] | None:
         return f"a tensor of type '{kind.__module__}.{kind.__qualname__}'", advice
     if isinstance(tensor, DTensor) and _is_wrapper(type(tensor._local_tensor)):
         local = type(tensor._local_tensor)
-        return f"a DTensor of '{local.__module__}.{local.__qualname__}' with placements {tensor.placements}", (
+        return f"a DTensor of '{local.__module__}.{local.__qualname__}', {_why_not_joined(tensor)},", (
             "shard it into equal pieces along dimension 0 only, and keep no scalar tensor in it"
         )
     if tensor.is_nested:
@@ -235,6 +235,21 @@ def _why_not_storable(tensor: torch.Tensor) -> tuple[str, str] | None:
     if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
         return "a DTensor with a partial placement", "reduce it first, with .redistribute()"
     return None
+
+
+def _why_not_joined(tensor: DTensor) -> str:
+    """Return why the inner tensors of the shards cannot be joined to whole ones: only their first dimension is known to
+    be that of the outer tensor, and only where each rank has the same share of it."""
+    local = tensor._local_tensor
+    for placement in tensor.placements:
+        if not placement.is_replicate() and not (type(placement) is Shard and placement.dim == 0):
+            return f"sharded as {placement!r}"
+    scalars = [name for name in local.__tensor_flatten__()[0] if getattr(local, name).dim() == 0]
+    if scalars:
+        return f"of which the inner tensor '{scalars[0]}' is a scalar"
+    placed = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    shards = math.prod(size for size, placement in placed if not placement.is_replicate())
+    return f"of length {tensor.shape[0] if tensor.dim() else 0} in {shards} unequal shards"
 
 
 def address(tensor: torch.Tensor) -> int:

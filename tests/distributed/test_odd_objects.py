@@ -12,7 +12,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
@@ -226,13 +226,43 @@ def sharded_moments_of_a_subclass(rank: int, folder: Path) -> Any:
 def sharded_moments_in_unequal_pieces(rank: int, folder: Path) -> Any:
     _, optimizer, state = _sharded(7)
     optimizer.step()
-    return caught(lambda: manager_of(folder, state).save(0, wait=True))
+    return caught(lambda: manager_of(folder, state))
+
+
+class ScaledAsAWhole(Scaled):
+    """Codes with one scale for all of them, which is a scalar."""
+
+    @classmethod
+    def random(cls, rows: int = 4, columns: int = 3, block: Any = None) -> ScaledAsAWhole:
+        whole = super().random(rows, columns, block)
+        return cls(whole.codes, torch.tensor(2.0), whole.block)
+
+
+def _model_with_sharded(local: Any, placement: Any, shape: tuple[int, int]) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Linear(1, 1)
+    model.register_buffer(
+        "mask", DTensor.from_local(local, mesh, [placement], run_check=False, shape=shape, stride=(shape[1], 1))
+    )
+    return {"model": model}
+
+
+def a_weight_of_a_subclass_along_its_second_dimension(rank: int, folder: Path) -> Any:
+    state = _model_with_sharded(Scaled.random(4, 3), Shard(1), (4, 6))
+    return caught(lambda: manager_of(folder, state))
+
+
+def a_weight_of_a_subclass_with_a_scalar(rank: int, folder: Path) -> Any:
+    state = _model_with_sharded(ScaledAsAWhole.random(4, 3), Shard(0), (8, 3))
+    return caught(lambda: manager_of(folder, state))
 
 
 SCENES = [
     a_quantized_weight_that_all_ranks_have,
     sharded_moments_of_a_subclass,
     sharded_moments_in_unequal_pieces,
+    a_weight_of_a_subclass_along_its_second_dimension,
+    a_weight_of_a_subclass_with_a_scalar,
     a_wrapper_that_is_the_same_on_all_ranks,
     a_wrapper_that_differs_from_rank_to_rank,
     post_local_sgd,
@@ -281,7 +311,19 @@ def test_sharded_state_of_a_subclass_comes_back_into_new_and_into_live_memory(pl
     assert play("sharded_moments_of_a_subclass") == [[((8, 3), True), ((8, 3), True)]] * 2
 
 
-def test_state_of_a_subclass_in_unequal_pieces_is_refused_on_all_ranks(play: Play) -> None:
-    error = the_same_error(play("sharded_moments_in_unequal_pieces"))
-    assert "optimizer.state.weight.moment" in str(error)
+@pytest.mark.parametrize(
+    ("scene", "leaf", "reason"),
+    [
+        (sharded_moments_in_unequal_pieces, "optimizer.state.weight.moment", "length 7 in 2 unequal shards"),
+        (a_weight_of_a_subclass_along_its_second_dimension, "model.mask", "sharded as Shard(dim=1)"),
+        (a_weight_of_a_subclass_with_a_scalar, "model.mask", "the inner tensor 'scale' is a scalar"),
+    ],
+)
+def test_a_subclass_whose_shards_cannot_be_joined_is_refused_when_the_manager_is_built(
+    play: Play, scene: Any, leaf: str, reason: str
+) -> None:
+    error = the_same_error(play(scene.__name__))
+    assert isinstance(error, holdfast.UsageError)
+    assert leaf in str(error)
+    assert reason in str(error)
     assert "equal pieces" in str(error)
