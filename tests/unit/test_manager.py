@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import fnmatch
 import hashlib
 import itertools
 import json
@@ -480,6 +481,46 @@ def test_excluded_leaves_stay_as_they_are(run: Path) -> None:
     assert state["model"][0].weight in state["optimizer"].state
     with holdfast.CheckpointManager(run, state) as manager, pytest.raises(holdfast.UsageError, match="matches no leaf"):
         manager.restore(strategy=holdfast.LoadStrategy(exclude=["model.nothing.*"]))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("progress", [True, False])
+def test_an_exclude_leaves_exactly_its_leaves_whatever_else_a_strategy_says(
+    run: Path, progress: bool, strict: bool
+) -> None:
+    saved = parts(1)
+    with holdfast.CheckpointManager(run, saved) as manager:
+        manager.restore()
+    choices = [None, ("model",), ("optimizer",)]
+    for only, globs in itertools.product(choices, [("model.0.*",), ("*.2.*",), ("model.0.*", "optimizer.state.0.*")]):
+        strategy = holdfast.LoadStrategy(only=only, exclude=globs, progress=progress, strict=strict)
+        state = parts(5)
+        train(state)
+        before, expected = named_tensors(state), named_tensors(saved)
+        chosen = {name for name in before if only is None or name.partition(".")[0] in only}
+        with holdfast.CheckpointManager(run, state) as manager:
+            if not all(fnmatch.filter(chosen, glob) for glob in globs):
+                with pytest.raises(holdfast.UsageError, match="matches no leaf"):
+                    manager.restore(strategy=strategy)
+                chosen = set()
+            else:
+                start = manager.restore(strategy=strategy)
+                assert (start.next_step, start.resumed) == ((4, True) if progress else (0, False))
+        filled = {name for name in chosen if not any(fnmatch.fnmatchcase(name, glob) for glob in globs)}
+        for name, tensor in named_tensors(state).items():
+            assert torch.equal(tensor, (expected if name in filled else before)[name]), (strategy, name)
+
+
+def named_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of the model and the optimizer by the names that they have in a checkpoint."""
+    model, optimizer = state["model"], state["optimizer"]
+    moments = {
+        f"optimizer.state.{name}.{key}": value
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state[parameter].items()
+    }
+    weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    return copy.deepcopy({**weights, **moments})
 
 
 def test_a_component_that_the_checkpoint_lacks(run: Path) -> None:

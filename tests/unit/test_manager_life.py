@@ -868,6 +868,25 @@ def test_links_that_would_lead_nowhere_go_also_where_none_are_wanted(tmp_path: P
     assert not any(path.is_symlink() for path in tmp_path.iterdir())
 
 
+@pytest.mark.guarantee("G4")
+@pytest.mark.parametrize("mode", MODES)
+def test_the_best_so_far_stays_after_a_resume_in_which_nothing_is_better(tmp_path: Path, mode: Any) -> None:
+    with opened(tmp_path, mode=mode, keep=KeepBest("loss", 1)) as manager:
+        for step, loss in ((1, 0.25), (2, 0.5)):
+            manager.save(step, metrics={"loss": loss}, wait=True)
+    with opened(tmp_path, mode=mode, keep=KeepBest("loss", 1)) as manager:
+        assert manager.restore().step == 2
+        for step in (3, 4):
+            manager.save(step, metrics={"loss": float(step)}, wait=True)
+        manager.prune()
+        assert steps_of(tmp_path) == [4, 1]
+        assert os.readlink(tmp_path / "best") == "step-000000001"
+        assert manager.peek("best").step == 1
+        manager.save(5, metrics={"loss": 0.125}, wait=True)
+        manager.prune()
+    assert steps_of(tmp_path) == [5]
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_late_metrics_change_the_ranking_the_link_and_the_selector(tmp_path: Path, mode: Any) -> None:
     with opened(tmp_path, mode=mode, keep=KeepBest("loss", 1)) as manager:
