@@ -73,7 +73,8 @@ class LoadRequest:
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """What was restored, from where, and what was not. `phases` are the seconds of each part, by name. `unclaimed` are
-    the components of the checkpoint that no rank holds and that the strategy does not leave out."""
+    the components of the checkpoint that no rank holds and that the strategy does not leave out. `accepted` are the
+    differences that only a loose strategy lets pass."""
 
     checkpoint: Checkpoint
     restored: tuple[str, ...]
@@ -83,6 +84,7 @@ class Loaded:
     damaged: Mapping[Checkpoint, str] = field(default_factory=dict)
     phases: Mapping[str, float] = field(default_factory=dict)
     unclaimed: tuple[str, ...] = ()
+    accepted: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,7 @@ class _Fit(msgspec.Struct, frozen=True, array_like=True):
     attached: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
     shares: tuple[_Share, ...] = ()
+    accepted: tuple[str, ...] = ()
 
 
 _Texts = tuple[str, ...]
@@ -152,6 +155,7 @@ class _Verdict(msgspec.Struct, frozen=True, array_like=True):
     unexpected: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
     unclaimed: tuple[str, ...] = ()
+    accepted: tuple[str, ...] = ()
 
 
 def load(request: LoadRequest, catalog: Catalog, ranks: Ranks) -> Loaded | NothingToLoad:
@@ -247,6 +251,7 @@ class _Attempt:
         self.skipped: list[str] = []
         self.chosen: list[str] = []
         self.absent: list[str] = []
+        self.left_for_world: list[str] = []
         self.values: dict[str, dict[str, Json]] = {}
         self.present: set[str] = set()
         self.shadows = Shadows()
@@ -273,6 +278,7 @@ class _Attempt:
             attached=tuple(self.request.components),
             absent=tuple(self.absent),
             shares=self._shares(),
+            accepted=(*_all(self.fitted, "accepted"), *self.left_for_world),
         )
 
     def _shares(self) -> tuple[_Share, ...]:
@@ -321,6 +327,7 @@ class _Attempt:
             unexpected=tuple(unexpected),
             absent=_union([fit.absent for fit in fits]),
             unclaimed=self._unclaimed(_union([fit.attached for fit in fits])),
+            accepted=_union([fit.accepted for fit in fits]),
         )
 
     def _require_something(self, shares: Sequence[_Share], missing: Sequence[str], unexpected: Sequence[str]) -> None:
@@ -367,14 +374,16 @@ class _Attempt:
         )
 
     def log_differences(self, verdict: _Verdict) -> None:
-        """Log, once for all ranks, what a loose restore left as it was, and what nobody has taken."""
+        """Log, once for all ranks, what a loose restore left as it was or accepted, and what nobody has taken."""
         strategy, step = self.request.strategy, self.checkpoint.step
         ways = [] if strategy.strict else ["strict=False"]
         ways += ["on_missing='skip'"] if strategy.on_missing == "skip" else []
+        ways += ["on_world_change='skip'"] if strategy.on_world_change == "skip" else []
         parts = [
             _counted(verdict.absent, "component is", "components are", "missing in the checkpoint"),
             _counted(verdict.missing, "leaf is", "leaves are", "missing in the checkpoint"),
             _counted(verdict.unexpected, "leaf of the checkpoint was", "leaves of the checkpoint were", "not used"),
+            _counted(verdict.accepted, "difference was", "differences were", "accepted", separator="; "),
         ]
         found = "; ".join(filter(None, parts))
         if ways:
@@ -434,6 +443,7 @@ class _Attempt:
             damaged=damaged,
             phases=self.clock.phases,
             unclaimed=verdict.unclaimed,
+            accepted=verdict.accepted,
         )
 
     @property
@@ -464,6 +474,7 @@ class _Attempt:
             fitted = match(name, self.request.components, saved, self.request.strategy, self.place)
             if fitted.skipped:
                 self.skipped.append(f"{name}: {fitted.skipped}")
+                self.left_for_world.append(f"{name}: {fitted.skipped}")
             else:
                 self.fitted.append(fitted)
 
@@ -587,14 +598,16 @@ def _nothing_in_common(
     )
 
 
-def _counted(names: Sequence[str], one: str, several: str, what: str) -> str:
+def _counted(names: Sequence[str], one: str, several: str, what: str, separator: str = ", ") -> str:
     """How many there are, and the first names; empty where there are none."""
-    return f"{len(names)} {one if len(names) == 1 else several} {what} ({_first_names(names)})" if names else ""
+    if not names:
+        return ""
+    return f"{len(names)} {one if len(names) == 1 else several} {what} ({_first_names(names, separator)})"
 
 
-def _first_names(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_SHOWN_NAMES])
-    return shown if len(names) <= _SHOWN_NAMES else f"{shown}, ..."
+def _first_names(names: Sequence[str], separator: str = ", ") -> str:
+    shown = separator.join(names[:_SHOWN_NAMES])
+    return shown if len(names) <= _SHOWN_NAMES else f"{shown}{separator}..."
 
 
 def _require_decodable(checkpoint: Checkpoint) -> None:

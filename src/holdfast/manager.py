@@ -76,7 +76,8 @@ class RestoreResult:
 
     `restored` are the components that took state, `missing` what the checkpoint did not have, `skipped` what was left
     as it is, each with the reason, and `passed_over` the folders that were no sound checkpoint, each with the reason. A
-    fresh start has it, too: with `resume="never"` it lists all that is there.
+    fresh start has it, too: with `resume="never"` it lists all that is there. `accepted` are differences that the
+    strategy let pass and a stricter one would refuse, such as another number of parameter groups.
     """
 
     resumed: bool
@@ -91,6 +92,7 @@ class RestoreResult:
     missing: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
     passed_over: tuple[str, ...] = ()
+    accepted: tuple[str, ...] = ()
 
 
 class CheckpointManager:
@@ -768,6 +770,7 @@ class CheckpointManager:
             "missing": loaded.missing,
             "skipped": loaded.skipped,
             "passed_over": passed_over,
+            "accepted": loaded.accepted,
             "config": checkpoint.config,
         }
         if not strategy.progress:

@@ -144,6 +144,43 @@ def test_a_loose_restore_in_which_all_fits_says_so_without_a_warning(
     assert any("strict=False" in text and "nothing is missing" in text for text in caplog.messages)
 
 
+def test_a_loose_restore_logs_another_number_of_parameter_groups_and_other_options(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(tmp_path, trained(1, groups=1))
+    state = trained(2, groups=2)
+    state["optimizer"].param_groups[0]["layer_decay"] = 0.5
+    result = restored(tmp_path, state, strict=False)
+    expected = (
+        "optimizer.param_groups.0: 'layer_decay' is only in the live optimizer",
+        "optimizer.param_groups: 1 in the checkpoint, 2 now",
+    )
+    (line,) = [text for text in warnings(caplog) if "strict=False" in text]
+    assert f"2 differences were accepted ({'; '.join(expected)})" in line
+    assert result.accepted == expected
+
+
+def test_a_loose_restore_logs_another_class_of_optimizer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved(tmp_path, trained(1, torch.optim.Adam))
+    result = restored(tmp_path, trained(2, torch.optim.AdamW), strict=False)
+    (line,) = [text for text in warnings(caplog) if "strict=False" in text]
+    assert "1 difference was accepted (optimizer: state of Adam in the checkpoint, AdamW now)" in line
+    assert result.accepted == ("optimizer: state of Adam in the checkpoint, AdamW now",)
+
+
+def test_a_loose_restore_logs_another_class_of_scheduler(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved(tmp_path, scheduled(1, "StepLR"))
+    result = restored(tmp_path, scheduled(2, "CosineAnnealingLR"), strict=False)
+    (line,) = [text for text in warnings(caplog) if "strict=False" in text]
+    assert "1 difference was accepted (scheduler: state of StepLR in the checkpoint, CosineAnnealingLR now)" in line
+    assert result.accepted == ("scheduler: state of StepLR in the checkpoint, CosineAnnealingLR now",)
+
+
+def test_a_strict_restore_accepts_no_difference(tmp_path: Path) -> None:
+    saved(tmp_path, trained(1))
+    assert restored(tmp_path, trained(2)).accepted == ()
+
+
 def test_a_component_that_only_the_checkpoint_has_is_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -28,8 +28,9 @@ class Fitted:
     """One component fitted to its saved state. `take_up` hands the state over once the requests are filled.
 
     `unused` are leaves of the checkpoint that this rank has no place for; another rank that takes from the same of
-    the `trees` may have one. Of a model or an optimizer, `held` counts the leaves (an optimizer's parameters) on this
-    rank, `stored` those in the checkpoint, and `common` those that both have and that are restored.
+    the `trees` may have one. `accepted` are the differences that a loose restore lets pass. Of a model or an optimizer,
+    `held` counts the leaves (an optimizer's parameters) on this rank, `stored` those in the checkpoint, and `common`
+    those that both have and that are restored.
     """
 
     component: str
@@ -40,6 +41,7 @@ class Fitted:
     missing: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
+    accepted: list[str] = field(default_factory=list)
     globs: set[str] = field(default_factory=set)
     left_out: set[str] = field(default_factory=set)
     held: int = 0

@@ -232,21 +232,28 @@ class _Matcher:
 
     def is_same_class(self, tree: TreeRecord) -> bool:
         """Whether the state is of the component's class, or of one that it derives from. Only a loose restore takes
-        that of another one; a checkpoint that does not say is taken at its word, and so is a class of the user's own,
-        which checks its state itself."""
+        that of another one, and lists it; a checkpoint that does not say is taken at its word, and so is a class of the
+        user's own, which checks its state itself."""
         inner = unwrap(self.component)
         kind = type(inner)
-        if not self.strategy.strict or is_described(inner, tree.type):
+        if is_described(inner, tree.type):
             return True
         theirs = getattr(getattr(kind, "load_state_dict", None), "__module__", "")
         if not issubclass(kind, LRScheduler | torch.optim.Optimizer) and not theirs.startswith("torch."):
             return True
-        self.fitted.mismatched.append(
-            f"{tree.name}: state of {tree.type} in the checkpoint, {description_of(inner)} now; "
+        self._note_difference(
+            f"{tree.name}: state of {tree.type} in the checkpoint, {description_of(inner)} now",
             f"skip=('{tree.component}',) leaves the component as it is, strict=False hands the state to its "
-            "load_state_dict"
+            "load_state_dict",
         )
-        return False
+        return not self.strategy.strict
+
+    def _note_difference(self, difference: str, ways: str) -> None:
+        """List a difference that a strict restore refuses, with the ways through, and a loose one accepts."""
+        if self.strategy.strict:
+            self.fitted.mismatched.append(f"{difference}; {ways}")
+        else:
+            self.fitted.accepted.append(difference)
 
     def match_module(self, tree: TreeRecord) -> None:
         module = unwrap(self.component)
@@ -298,12 +305,13 @@ class _Matcher:
     def match_optimizer(self, tree: TreeRecord) -> None:
         optimizer = unwrap(self.component)
         is_other = tree.type not in ("", type(optimizer).__name__)
-        if self.strategy.strict and is_other:
-            self.fitted.mismatched.append(
-                f"{tree.name}: state of {tree.type} in the checkpoint, {type(optimizer).__name__} now; "
-                f"skip=('{tree.component}',) leaves the optimizer as it is"
+        if is_other:
+            self._note_difference(
+                f"{tree.name}: state of {tree.type} in the checkpoint, {type(optimizer).__name__} now",
+                f"skip=('{tree.component}',) leaves the optimizer as it is",
             )
-            return
+            if self.strategy.strict:
+                return
         names = optimizer_names(optimizer, self.components, self.fitted.component)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         saved_values = _object(self.saved.values(tree), tree)
@@ -316,7 +324,7 @@ class _Matcher:
         self.fitted.held, self.fitted.stored = len(names), len(known)
         self.fitted.common = len(known.intersection(names) - spared)
         kept = self._kept_groups(tree, optimizer)
-        if self.strategy.strict and len(kept) < len(optimizer.param_groups):
+        if len(kept) < len(optimizer.param_groups):
             self._compare_groups(tree, optimizer, names, groups, kept)
         if is_other and not self._check_state_keys(
             tree, optimizer, [saved_state[n] for n in names if n in saved_state]
@@ -403,7 +411,7 @@ class _Matcher:
         way = f"exclude=('{tree.name}.param_groups*',) keeps the live options"
         before, now = self._count_groups(tree, optimizer, names, groups)
         if before != now:
-            self.fitted.mismatched.append(f"{tree.name}.param_groups: {before} in the checkpoint, {now} now; {way}")
+            self._note_difference(f"{tree.name}.param_groups: {before} in the checkpoint, {now} now", way)
         by_name = {str(name): group for group in groups for name in _names(group.get("params"), tree)}
         start = 0
         for index, live in enumerate(optimizer.param_groups):
@@ -417,7 +425,7 @@ class _Matcher:
             differing = (live.keys() ^ found.keys()) - OPTIONS_OF_SCHEDULERS - tolerated
             for option in sorted(map(str, differing)):
                 side = "only in the checkpoint" if option in found else "only in the live optimizer"
-                self.fitted.mismatched.append(f"{tree.name}.param_groups.{index}: '{option}' is {side}; {way}")
+                self._note_difference(f"{tree.name}.param_groups.{index}: '{option}' is {side}", way)
 
     def _check_kept_options(
         self,
