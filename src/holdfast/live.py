@@ -13,12 +13,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch.nn.parameter import UninitializedTensorMixin
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.weak import WeakIdKeyDictionary
 
-from holdfast.components import PerRank, Shared, Trainable, United, load_state, state_of
+from holdfast.components import (
+    PerRank,
+    Shared,
+    Trainable,
+    United,
+    check_plain_state,
+    has_plain_state,
+    load_state,
+    state_of,
+)
 from holdfast.errors import StateMismatchError, UsageError
 from holdfast.loaders import shield_random_state
 from holdfast.naming import (
@@ -535,6 +545,7 @@ def _restoring(name: str, components: Mapping[str, Any], state: Any) -> Callable
     inner = unwrap(component)
     kind = kind_of(name, component)
     if kind == "values":
+        _compare_values(name, inner, state)
         return partial(load_values, name, inner, lambda: _copied(state))
     current = component_state(name, component, components)
     if kind == "module":
@@ -549,6 +560,25 @@ def _restoring(name: str, components: Mapping[str, Any], state: Any) -> Callable
     states = {numbers.get(key, key): value for key, value in state["state"].items()}
     rest = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
     return partial(load_optimizer, inner, states, groups, rest)
+
+
+def _compare_values(name: str, component: Any, state: Any) -> None:
+    """Refuse state that a dict or a generator cannot take, or that has other forms than a dict's values have."""
+    if not has_plain_state(component):
+        return
+    try:
+        check_plain_state(component, state)
+    except StateMismatchError as error:
+        raise error.at(component=name) from None
+    found = differing_values(component, state, name) if isinstance(component, dict) else ()
+    mismatched = [f"{path}: {before} in the state, {now} now" for path, before, now in found]
+    if mismatched:
+        raise StateMismatchError(
+            "state and dict do not fit together",
+            component=name,
+            mismatched=mismatched,
+            advice="no live object was changed",
+        )
 
 
 def _copied(state: Any) -> Any:
@@ -621,6 +651,37 @@ def _compare_keys(name: str, current: Mapping[str, Any], state: Mapping[str, Any
             unexpected=unexpected,
             mismatched=mismatched,
         )
+
+
+def differing_values(live: Any, saved: Any, path: str) -> Iterator[tuple[str, str, str]]:
+    """Yield the path of each value that has another form than the saved one, with the saved form and the live one.
+
+    Tensors and arrays have their type and shape; a dict, a list and a plain value are three other forms. None stands
+    for what is not there yet and fits any. Dicts are compared in the keys that both have, lists of one length item by
+    item.
+    """
+    if live is None or saved is None:
+        return
+    before, now = _form_of(saved), _form_of(live)
+    if before != now:
+        yield path, before, now
+    elif isinstance(live, Mapping):
+        for key in live:
+            if key in saved:
+                yield from differing_values(live[key], saved[key], f"{path}.{key}")
+    elif isinstance(live, list | tuple) and len(live) == len(saved):
+        for index, (one, other) in enumerate(zip(live, saved, strict=True)):
+            yield from differing_values(one, other, f"{path}.{index}")
+
+
+def _form_of(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if isinstance(value, numpy.ndarray):
+        return f"array {value.dtype.name} {list(value.shape)}"
+    if isinstance(value, Mapping):
+        return "a dict"
+    return "a list" if isinstance(value, list | tuple) else "a plain value"
 
 
 def live_subclasses(state: Any) -> dict[str, torch.Tensor]:

@@ -175,7 +175,7 @@ def test_a_dict_is_a_component_and_is_restored_in_place(tmp_path: Path) -> None:
     counts = {"tokens": 5, "table": torch.arange(3), "nested": {"a": [1, (2,)]}}
     with manager_of(tmp_path, {"counts": counts}) as manager:
         manager.save(1)
-        counts.update(tokens=0, table=torch.zeros(3), nested={})
+        counts.update(tokens=0, table=torch.zeros(3, dtype=torch.int64), nested={})
         same = counts
         manager.restore()
     assert counts is same

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -484,6 +485,90 @@ def test_exclude_asks_once_about_each_leaf_and_never_walks_through_all_of_them_f
         "optimizer.state.7.exp_avg_sq",
         "optimizer.state.9.exp_avg",
     }
+
+
+# Plain dicts
+
+VALUES_OF_ANOTHER_FORM: dict[str, tuple[Any, Any, str]] = {
+    "shape": (torch.zeros(3), torch.zeros(4), "book.x: float32 [3] in the checkpoint, float32 [4] now"),
+    "dtype": (torch.zeros(3).double(), torch.zeros(3), "book.x: float64 [3] in the checkpoint, float32 [3] now"),
+    "tensor for a number": (torch.zeros(()), 1.5, "book.x: float32 [] in the checkpoint, a plain value now"),
+    "number for a tensor": (1.5, torch.zeros(2), "book.x: a plain value in the checkpoint, float32 [2] now"),
+    "list for a dict": ([1], {"a": 1}, "book.x: a list in the checkpoint, a dict now"),
+    "number for a list": (3, [1], "book.x: a plain value in the checkpoint, a list now"),
+    "nested": (
+        {"w": torch.zeros(2)},
+        {"w": torch.zeros(5)},
+        "book.x.w: float32 [2] in the checkpoint, float32 [5] now",
+    ),
+    "in a list": ([1, torch.zeros(2)], [1, torch.zeros(5)], "book.x.1: float32 [2] in the checkpoint, float32 [5]"),
+    "array": (numpy.zeros(2), numpy.zeros(3), "book.x: array float64 [2] in the checkpoint, array float64 [3] now"),
+    "array for a tensor": (numpy.zeros(2), torch.zeros(2), "book.x: array float64 [2] in the checkpoint, float32 [2]"),
+}
+
+
+@pytest.mark.guarantee("G7")
+@pytest.mark.parametrize("case", VALUES_OF_ANOTHER_FORM)
+def test_a_value_of_a_dict_that_was_saved_in_another_form_is_a_mismatch_with_a_way_through(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str
+) -> None:
+    before, now, expected = VALUES_OF_ANOTHER_FORM[case]
+    saved(tmp_path, {"model": net(1), "book": {"x": before, "epoch": 3}})
+    book = {"x": now, "epoch": 0}
+    error = refused(tmp_path, {"model": net(2), "book": book})
+    assert expected in str(error)
+    assert "skip=('book',)" in str(error)
+    assert book["x"] is now
+    assert book["epoch"] == 0
+    assert restored(tmp_path, {"model": net(2), "book": book}, skip=("book",)).accepted == ()
+    result = restored(tmp_path, {"model": net(2), "book": book}, strict=False)
+    assert expected in result.accepted[0]
+    assert any("1 difference was accepted" in text and expected in text for text in warnings(caplog))
+    assert type(book["x"]) is type(before)
+    assert book["epoch"] == 3
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (torch.zeros(3), None),
+        (None, torch.zeros(3)),
+        (None, 1.0),
+        (0.5, 7),
+        ("best", 7),
+        (True, None),
+        ([1, torch.zeros(2), 3], [torch.zeros(5)]),
+        ([], [1, 2]),
+        ((1, 2), [1, 2]),
+        ({"a": 1, "b": torch.zeros(2)}, {"a": 2.5, "c": torch.zeros(3)}),
+        (torch.ones(3), torch.zeros(3)),
+    ],
+)
+def test_plain_values_of_a_dict_and_what_is_not_there_yet_may_change_their_type(
+    tmp_path: Path, before: Any, now: Any
+) -> None:
+    saved(tmp_path, {"model": net(1), "book": {"x": before}})
+    book = {"x": now}
+    assert restored(tmp_path, {"model": net(2), "book": book}).resumed
+    assert type(book["x"]) is type(before)
+
+
+def test_a_tensor_of_a_dict_that_is_excluded_may_have_another_shape(tmp_path: Path) -> None:
+    saved(tmp_path, {"model": net(1), "book": {"x": torch.zeros(3), "epoch": 3}})
+    book = {"x": torch.ones(4), "epoch": 0}
+    restored(tmp_path, {"model": net(2), "book": book}, exclude=("book.x",))
+    assert book["x"].tolist() == [1.0] * 4  # type: ignore[attr-defined]
+    assert book["epoch"] == 3
+
+
+def test_a_value_of_another_form_is_not_given_to_a_dict_without_a_manager() -> None:
+    state = holdfast.build_train_state({"model": net(1), "book": {"x": torch.zeros(3)}})
+    model, book = net(2), {"x": torch.zeros(4)}
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(StateMismatchError, match=r"book\.x: float32 \[3\] in the state, float32 \[4\] now"):
+        holdfast.restore_train_state({"model": model, "book": book}, state)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert book["x"].shape == (4,)
 
 
 @pytest.mark.parametrize("groups", [1, 2])

@@ -24,8 +24,9 @@ class LoadStrategy:
     only, skip: names of components to restore, or to leave as they are. At most one of them names a component.
     exclude: globs over leaf names, such as `model.head.*`; these leaves stay as they are. A glob with `param_groups` in
         it, such as `optimizer.param_groups*`, keeps the live options of an optimizer's groups.
-    strict: a leaf that only one side has, another number of an optimizer's groups, other names of their options or
-        another class is an error; otherwise it is listed and left as it is.
+    strict: a leaf that only one side has, another number of an optimizer's groups, other names of their options,
+        another class or a value of a dict in another form is an error; otherwise a leaf of one side is listed and left
+        as it is, and any other difference is listed as accepted.
     on_missing: a component that the checkpoint does not have is an "error", or "skip" lists it and goes on.
     on_world_change: what happens to per-rank state when the number of ranks is another one: "error"; "skip" leaves the
         live state; "adapt" hands all old ranks' states to the component's `load_world_state(states, index, count)`.

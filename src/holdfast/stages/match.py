@@ -31,6 +31,7 @@ from holdfast.live import (
     OPTIONS_OF_SCHEDULERS,
     component_state,
     description_of,
+    differing_values,
     is_described,
     live_subclasses,
     load_module,
@@ -374,11 +375,16 @@ class _Matcher:
         self.fitted.take_up = lambda: load_state(inner, _only(state.value(), keys))
 
     def _common_keys(self, tree: TreeRecord, live: Mapping[Any, Any], saved: Mapping[Any, Any]) -> Set[Any] | None:
-        """The keys of a dict that both sides have. One that is empty takes all."""
+        """The keys of a dict that both sides have. One that is empty takes all. Values of another form are listed."""
         if not live:
             return None
         self.fitted.missing += [layout.leaf_name(tree.name, str(key)) for key in live if key not in saved]
         self._note_unused(tree, [str(key) for key in saved if key not in live])
+        for path, before, now in differing_values(live, saved, tree.name):
+            self._note_difference(
+                f"{path}: {before} in the checkpoint, {now} now",
+                f"strict=False takes what was saved, skip=('{tree.component}',) leaves the dict as it is",
+            )
         return live.keys() & saved.keys()
 
     def match_world(self, trees: Sequence[TreeRecord], index: int, count: int) -> None:
