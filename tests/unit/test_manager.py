@@ -14,13 +14,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy
 import pytest
 import torch
 from torch import nn
 
 import holdfast
+from holdfast.catalog import Catalog
+from holdfast.doctor import examine
+from holdfast.records.manifest import decode_manifest, encode_manifest
 from holdfast.records.selector import parse_selector
+from holdfast.storage.local import LocalStorage
 from holdfast.testing import FullStorage, MemoryStorage
 
 
@@ -801,6 +806,41 @@ def test_a_newer_format_is_refused_by_name(run: Path) -> None:
     with holdfast.CheckpointManager(run, parts()) as manager:
         with pytest.raises(holdfast.UnsupportedFormatError, match="format 2"):
             manager.save(9)
+
+
+def with_unknown_type(manifest: Path) -> None:
+    """Make it the manifest of a version that knows one more element type."""
+    record, _ = decode_manifest(manifest.read_bytes())
+    tensors = (msgspec.structs.replace(record.tensors[0], dtype="float7"), *record.tensors[1:])
+    manifest.write_bytes(encode_manifest(msgspec.structs.replace(record, tensors=tensors))[0])
+
+
+@pytest.mark.guarantee("G12")
+def test_an_unknown_element_type_is_refused_as_a_newer_format_is(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with_unknown_type(run / "step-000000003" / "manifest.json")
+    state = parts()
+    with holdfast.CheckpointManager(run, state, mode="sync") as manager:
+        with pytest.raises(holdfast.UnsupportedFormatError, match="float7"):
+            manager.restore("step-000000003")
+        result = manager.restore()
+        assert result.step == 2
+        assert len(result.passed_over) == 1
+        assert "float7" in result.passed_over[0]
+        assert any("passed over" in text and "float7" in text for text in caplog.messages)
+        manager.save(9)
+    # Unknown is not damaged: nothing is noted of it, and retention does not touch it.
+    assert (run / "step-000000003" / "manifest.json").exists()
+    (finding,) = [one for one in examine(Catalog(LocalStorage(run))) if "step-000000003" in one.path]
+    assert not finding.damage
+
+
+@pytest.mark.guarantee("G12")
+def test_a_run_of_which_every_checkpoint_has_an_unknown_element_type_does_not_start_afresh(run: Path) -> None:
+    for manifest in run.glob("step-*/manifest.json"):
+        with_unknown_type(manifest)
+    with holdfast.CheckpointManager(run, parts()) as manager:
+        with pytest.raises(holdfast.UnsupportedFormatError, match="float7"):
+            manager.restore()
 
 
 def test_a_folder_of_something_else_is_not_taken_for_a_run(tmp_path: Path) -> None:
