@@ -63,7 +63,7 @@ def carry(
         held = {path: tensors[leaf.name] for path, leaf in own.items()}
         kind: Any = tree.kind
         text: Any = values[tree.file][tree.name]
-        captured = CapturedTree(tree.component, kind, tree.scope, text, held, type=tree.type)
+        captured = CapturedTree(tree.component, kind, tree.scope, text, held, type=tree.type, model=tree.model)
         sharded = frozenset(path for path, leaf in own.items() if leaf.sharded)
         carried.append(CarriedTree(captured, sharded, meshes))
     return tuple(carried)

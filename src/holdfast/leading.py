@@ -174,7 +174,14 @@ class Leader:
                 for leaf in planned.leaves
             ),
             tuple(
-                TreeRecord(component=tree.component, kind=tree.kind, file=tree.file, scope=tree.scope, type=tree.type)
+                TreeRecord(
+                    component=tree.component,
+                    kind=tree.kind,
+                    file=tree.file,
+                    scope=tree.scope,
+                    type=tree.type,
+                    model=tree.model,
+                )
                 for tree in planned.trees
             ),
         )

@@ -240,6 +240,16 @@ def optimizer_names(optimizer: torch.optim.Optimizer, components: Mapping[str, A
     return [f"{owner[0]}.{owner[1]}" if several else owner[1] for owner in found if owner]
 
 
+def models_of(component: Any, components: Mapping[str, Any]) -> list[str]:
+    """Return the names of the models that have all parameters of an optimizer; none for any other component."""
+    optimizer = unwrap(component)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return []
+    parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    models = {name: unwrap(one) for name, one in components.items() if isinstance(unwrap(one), torch.nn.Module)}
+    return [name for name, model in models.items() if parameters and parameters <= parameter_names(model).keys()]
+
+
 def cuts_of(name: str, components: Mapping[str, Any]) -> Mapping[str, Cut]:
     """Return the declared shards of a component by their path in its tree; for an optimizer, by the path of each
     parameter's state. `cut_at` looks them up. The state of a `PerRank` component is whole on its rank."""

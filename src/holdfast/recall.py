@@ -7,7 +7,7 @@ leave, or None when anything about the structure is new. To walk and name 20,000
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from operator import attrgetter, not_
 from typing import Any
@@ -67,7 +67,7 @@ class Remembered:
             return None
         tensors = dict(zip(self.paths, [found[index] for index in self.picks], strict=True))
         tree = self.tree
-        return CapturedTree(tree.component, tree.kind, tree.scope, values, tensors, tree.led, tree.type, tree.united)
+        return replace(tree, values=values, tensors=tensors)
 
 
 _UNKNOWN: Any = object()
@@ -86,7 +86,7 @@ def remember(tree: CapturedTree, state: Any) -> Remembered | None:
     picks = [first.get(id(tensor)) for tensor in tree.tensors.values()]
     if any(index is None for index in picks):
         return None  # tensors in a list or an object of its own: rare, and walked through each time
-    bare = CapturedTree(tree.component, tree.kind, tree.scope, None, {}, tree.led, tree.type, tree.united)
+    bare = replace(tree, values=None, tensors={})
     return Remembered(
         bare,
         structure,

@@ -323,6 +323,68 @@ def test_the_moments_of_adam_can_be_given_to_adamw_loosely(tmp_path: Path) -> No
     assert state["optimizer"].param_groups[0]["decoupled_weight_decay"]
 
 
+# Which model an optimizer belongs to
+
+
+class OwnLayout(torch.optim.Adam):
+    """An optimizer with its state under another key."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": super().state_dict()}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict["inner"])
+
+
+def pair(seed: int, kind: type[torch.optim.Optimizer] = torch.optim.Adam, swapped: bool = False) -> dict[str, Any]:
+    """Two models of the same shape, each with an optimizer that has made a step, `swapped` or not."""
+    models = {"g": net(seed), "d": net(seed + 100)}
+    optimizers = []
+    for model in models.values():
+        optimizers.append(kind(model.parameters(), lr=0.1))  # type: ignore[call-arg]
+        sum(part(torch.ones(1, 3)).sum() for part in model.values()).backward()  # type: ignore[union-attr]
+        optimizers[-1].step()
+    first, second = reversed(optimizers) if swapped else optimizers
+    return {**models, "opt_g": first, "opt_d": second}
+
+
+@pytest.mark.guarantee("G7")
+@pytest.mark.parametrize("kind", [torch.optim.Adam, OwnLayout])
+def test_optimizers_that_are_swapped_between_models_of_one_shape_are_a_mismatch(tmp_path: Path, kind: Any) -> None:
+    saved(tmp_path, pair(1, kind))
+    assert restored(tmp_path, pair(2, kind)).accepted == ()
+    error = refused(tmp_path, pair(3, kind, swapped=True))
+    assert "opt_g: state of the parameters of 'g' in the checkpoint, of 'd' now" in str(error)
+    assert "opt_d: state of the parameters of 'd' in the checkpoint, of 'g' now" in str(error)
+    assert "skip=('opt_g',)" in str(error)
+    result = restored(tmp_path, pair(3, kind, swapped=True), strict=False)
+    assert result.accepted[1] == "opt_g: state of the parameters of 'g' in the checkpoint, of 'd' now"
+
+
+def test_a_model_that_is_two_components_owns_its_optimizer_under_either_name(tmp_path: Path) -> None:
+    def parts(seed: int, names: tuple[str, str]) -> dict[str, Any]:
+        model = net(seed)
+        return {**dict.fromkeys(names, model), "optimizer": torch.optim.Adam(model.parameters())}
+
+    saved(tmp_path, parts(1, ("model", "alias")))
+    assert restored(tmp_path, parts(2, ("alias", "model"))).accepted == ()
+
+
+def test_the_state_of_an_optimizer_follows_the_names_of_parameters_that_it_has_in_another_order(
+    tmp_path: Path,
+) -> None:
+    first = trained(1)
+    saved(tmp_path, first)
+    model = net(2)
+    optimizer = torch.optim.AdamW(reversed(list(model.parameters())))
+    assert restored(tmp_path, {"model": model, "optimizer": optimizer}).resumed
+    for before, now in zip(first["model"].parameters(), model.parameters(), strict=True):
+        moments = [
+            one.state[parameter]["exp_avg"] for one, parameter in ((first["optimizer"], before), (optimizer, now))
+        ]
+        assert torch.equal(*moments)
+
+
 # Other classes
 
 

@@ -90,13 +90,15 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 class TreeRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One component's values, or those of one scope of it, and the file that holds them. `type` is the class of an
-    optimizer or of an object with a state of its own: to another class the state may mean nothing."""
+    optimizer or of an object with a state of its own: to another class the state may mean nothing. `model` is the
+    component that had all parameters of an optimizer."""
 
     component: str
     kind: str
     file: str
     scope: str = ""
     type: str = ""
+    model: str = ""
 
     @property
     def name(self) -> str:

@@ -27,7 +27,8 @@ class CapturedTree:
 
     `scope` is None when the ranks must compare their states to know whether they share one. `led` are the tensors whose
     replicas may differ from rank to rank, where the first rank's is the one that counts. `united`: the ranks may hold
-    different parts of the tree, and all of them are stored.
+    different parts of the tree, and all of them are stored. `model` is the component that has all parameters of an
+    optimizer.
     """
 
     component: str
@@ -38,6 +39,7 @@ class CapturedTree:
     led: Set[str] = frozenset()
     type: str = ""
     united: bool = False
+    model: str = ""
 
     @property
     def name(self) -> str:
@@ -64,6 +66,7 @@ class TreeEntry(msgspec.Struct, frozen=True, array_like=True):
     values: msgspec.Raw
     type: str = ""
     united: bool = False
+    model: str = ""
 
 
 class PartEntry(msgspec.Struct, frozen=True, array_like=True):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -17,7 +17,7 @@ from blake3 import blake3
 from holdfast.errors import UsageError
 from holdfast.frozen import take_frozen
 from holdfast.live import component_state, tree_of
-from holdfast.naming import cut_at, cuts_of, random_state_last, scope_of
+from holdfast.naming import cut_at, cuts_of, models_of, random_state_last, scope_of
 from holdfast.recall import Remembered, remember
 from holdfast.records import layout
 from holdfast.records.boxes import Cut, whole
@@ -127,7 +127,8 @@ class Capturer:
             tree = known.remembered.recognise(state)
             if tree is not None and tree.scope == scope and (not known.parts or known.parts[0].tree == index):
                 return tree, known
-        tree = tree_of(name, component, state, scope)
+        models = models_of(component, components)
+        tree = replace(tree_of(name, component, state, scope), model=models[0] if models else "")
         parts, meshes = _parts_of(index, tree, cuts_of(name, components), self._mesh_ranks)
         if known is not None and known.parts == parts:
             parts = known.parts
@@ -154,7 +155,7 @@ class Capturer:
         self, trees: list[CapturedTree], parts: list[tuple[PartEntry, ...]], meshes: tuple[MeshRecord, ...]
     ) -> str:
         """Taken anew only when something is new: the parts of a tree that was recognised are the same object."""
-        heads = [meshes, *((tree.component, tree.kind, tree.scope, tree.type) for tree in trees)]
+        heads = [meshes, *((tree.component, tree.kind, tree.scope, tree.type, tree.model) for tree in trees)]
         same = len(parts) == len(self._parts) and all(map(operator.is_, parts, self._parts))
         if not same or heads != self._heads:
             self._heads, self._parts = heads, parts
@@ -205,7 +206,9 @@ def _text(tree: CapturedTree) -> bytes:
 def _tree_entry(tree: CapturedTree, text: bytes, digest: str) -> TreeEntry:
     mergeable = digest and tree.scope == "" and (tree.united or tree.kind != "values")
     values = msgspec.msgpack.encode(msgspec.json.decode(text)) if mergeable else b"\xc0"
-    return TreeEntry(tree.component, tree.kind, tree.scope, digest, msgspec.Raw(values), tree.type, tree.united)
+    return TreeEntry(
+        tree.component, tree.kind, tree.scope, digest, msgspec.Raw(values), tree.type, tree.united, tree.model
+    )
 
 
 def _digest(tree: CapturedTree, text: bytes) -> str:

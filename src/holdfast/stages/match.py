@@ -41,7 +41,7 @@ from holdfast.live import (
     state_keys_with,
     tree_of,
 )
-from holdfast.naming import cut_at, cuts_of, is_loader, kind_of, optimizer_names, scopes_in_world, unwrap
+from holdfast.naming import cut_at, cuts_of, is_loader, kind_of, models_of, optimizer_names, scopes_in_world, unwrap
 from holdfast.records import layout
 from holdfast.records.boxes import Cut
 from holdfast.records.codec import Json, Subclass, class_name, decode, subclass_of, typed
@@ -104,6 +104,8 @@ def match(name: str, components: Mapping[str, Any], saved: SavedState, strategy:
     if len(trees) > 1 or _is_by_load_state_dict(trees[0], component):
         fitted.kind = "values"
     matcher = _Matcher(fitted, component, components, saved, strategy)
+    if not matcher.is_of_same_model(trees[0]):
+        return fitted
     if fitted.kind == "values" and not matcher.is_same_class(trees[0]):
         return fitted
     if fitted.kind == "module":
@@ -246,6 +248,19 @@ class _Matcher:
             f"{tree.name}: state of {tree.type} in the checkpoint, {description_of(inner)} now",
             f"skip=('{tree.component}',) leaves the component as it is, strict=False hands the state to its "
             "load_state_dict",
+        )
+        return not self.strategy.strict
+
+    def is_of_same_model(self, tree: TreeRecord) -> bool:
+        """Return whether an optimizer has parameters of the model that the checkpoint names, where both sides know it.
+        Only a loose restore takes state of the parameters of another model, and lists it."""
+        models = models_of(self.component, self.components) if tree.model else []
+        if not models or tree.model in models:
+            return True
+        self._note_difference(
+            f"{tree.name}: state of the parameters of '{tree.model}' in the checkpoint, of '{models[0]}' now",
+            f"give each optimizer the component name that it was saved under, or leave it as it is with "
+            f"skip=('{tree.component}',)",
         )
         return not self.strategy.strict
 

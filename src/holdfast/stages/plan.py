@@ -50,6 +50,7 @@ class TreePlan:
     owner: int
     merged: Json | None = None
     type: str = ""
+    model: str = ""
 
     @property
     def name(self) -> str:
@@ -137,7 +138,9 @@ def _assign_trees(inventories: Sequence[Inventory], scopes: Sequence[tuple[str, 
         elif first.kind != "values" and not layout.is_rank_scope(scope):
             # The ranks that share a per-rank state do so on the user's word: the first one's counts.
             merged, owner = _merge(first.component, scope, [tree for _, tree in held]), 0
-        trees[name] = TreePlan(first.component, first.kind, scope, owner, merged, first.type)
+        # Ranks of a pipeline may name their parts of a model differently: then no one component has all parameters.
+        model = first.model if len({tree.model for _, tree in held}) == 1 else ""
+        trees[name] = TreePlan(first.component, first.kind, scope, owner, merged, first.type, model)
     return trees
 
 

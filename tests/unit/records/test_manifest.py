@@ -253,7 +253,7 @@ def test_an_odd_value_at_any_place_is_refused_or_means_no_harm() -> None:
     free = {"run_id", "metrics", "progress", "extra", "config", "guards", "tags", "versions", "meshes"}
     free |= {"sequence", "world_size", "parent", "epoch"}
     # What a reader finds out by itself: another file, name, kind or type than the one that is there.
-    found_out = {"name", "component", "size_bytes", "digest", "kind", "scope", "sharded", "type"}
+    found_out = {"name", "component", "size_bytes", "digest", "kind", "scope", "sharded", "type", "model"}
     for path in places(body)[1:]:
         for odd in ODD:
             changed = copy.deepcopy(body)
