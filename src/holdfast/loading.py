@@ -316,8 +316,7 @@ class _Attempt:
                 missing=missing if strategy.strict else (),
                 unexpected=unexpected if strategy.strict else (),
                 mismatched=mismatched,
-                advice="no live object was changed; LoadStrategy(strict=False) accepts missing and unexpected leaves, "
-                "exclude= leaves some out",
+                advice=_advice(strategy, one_sided=bool(missing or unexpected), mismatched=bool(mismatched)),
             )
         self._require_something([share for fit in fits for share in fit.shares], missing, unexpected)
         self._require_something_on_each(fits, missing, unexpected)
@@ -574,6 +573,15 @@ class _Attempt:
             guards=wrong,
             advice="restore with what the checkpoint was made with, or on_guard_mismatch='warn'",
         )
+
+
+def _advice(strategy: LoadStrategy, *, one_sided: bool, mismatched: bool) -> str:
+    """Return the ways through that would help here: a loose restore helps with leaves of one side alone."""
+    advice = "no live object was changed; "
+    if strategy.strict and one_sided:
+        advice += "LoadStrategy(strict=False) accepts leaves that only one side has"
+        advice += ", but no other shape or type; " if mismatched else "; "
+    return advice + "exclude= leaves single leaves as they are, skip= whole components"
 
 
 def _nothing_in_common(

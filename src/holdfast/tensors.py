@@ -18,7 +18,7 @@ from torch.nn.parameter import UninitializedTensorMixin
 from holdfast.errors import CorruptCheckpointError, HoldfastError, StateMismatchError, UsageError
 from holdfast.records.boxes import MAX_DIMENSIONS, Box, Cut, strides_of, whole
 from holdfast.records.codec import Flattened, Subclass, encode, registered_tensor, subclass_of
-from holdfast.records.dtypes import ELEMENT_TYPES
+from holdfast.records.dtypes import ELEMENT_TYPES, MAX_TENSOR_BYTES, element_type
 from holdfast.records.files import HostMemory, Pieces
 from holdfast.records.manifest import MeshRecord
 
@@ -49,15 +49,20 @@ def inline_text(path: str, tensor: torch.Tensor) -> str:
 
 
 def tensor_of_text(text: str) -> torch.Tensor:
-    """Return the tensor that `inline_text` wrote down. Any other text is a CorruptCheckpointError."""
+    """Return the tensor that `inline_text` wrote down. Any other text is a CorruptCheckpointError; an element type that
+    is not known is not damage, and refused by its name."""
     try:
         front, dtype, shape, data = text.split(":")
         sizes = [int(size) for size in shape.split(",") if size]
         raw = bytearray(base64.b64decode(data, validate=True))
-        expected = math.prod(sizes) * torch_dtype(dtype).itemsize
-        if front != "data" or len(sizes) > MAX_DIMENSIONS or min(sizes, default=0) < 0 or len(raw) != expected:
+        item_bytes = element_type(dtype).item_bytes
+        # An empty tensor can have any sizes beside its zero, and torch counts its strides in 64 bits.
+        largest = math.prod(max(size, 1) for size in sizes) * item_bytes
+        if front != "data" or len(sizes) > MAX_DIMENSIONS or min(sizes, default=0) < 0 or largest > MAX_TENSOR_BYTES:
+            raise ValueError(f"no tensor has the shape {sizes}"[:200])
+        if len(raw) != math.prod(sizes) * item_bytes:
             raise ValueError(f"{len(raw)} bytes for {dtype} {sizes}")
-    except (ValueError, UsageError) as error:
+    except ValueError as error:
         raise CorruptCheckpointError(f"not a tensor that is stored in place: {text[:80]!r} ({error})") from None
     if not raw:
         return torch.empty(sizes, dtype=torch_dtype(dtype))
@@ -210,6 +215,25 @@ def check_storable(tensor: torch.Tensor, *, component: str, leaf: str) -> None:
     problem = _why_not_storable(tensor)
     if problem is not None:
         raise UsageError(f"{problem[0]} cannot be stored", component=component, leaf=leaf, advice=problem[1])
+
+
+def require_memory(tensor: torch.Tensor, *, component: str, leaf: str) -> None:
+    """Refuse a live tensor that a restore cannot fill, because it has no memory yet."""
+    if isinstance(tensor, UninitializedTensorMixin):
+        raise StateMismatchError(
+            "the parameter has no shape yet, so nothing can be restored into it",
+            component=component,
+            leaf=leaf,
+            advice="run the lazy module once before the restore; no live object was changed",
+        )
+    if tensor.device.type == "meta":
+        raise StateMismatchError(
+            "the tensor is on the meta device and has no memory to restore into",
+            component=component,
+            leaf=leaf,
+            advice="give the model memory before the restore, such as with model.to_empty(device=...), and build the "
+            "optimizer after that; no live object was changed",
+        )
 
 
 def _why_not_storable(tensor: torch.Tensor) -> tuple[str, str] | None:

@@ -117,6 +117,67 @@ def test_a_model_without_any_state_is_restored_as_nothing(tmp_path: Path) -> Non
         assert manager.restore().resumed
 
 
+# What an error advises
+
+
+def test_the_advice_for_another_shape_alone_does_not_name_strict(tmp_path: Path) -> None:
+    saved(tmp_path, {"model": torch.nn.Linear(3, 2)})
+    for strict in (True, False):
+        error = refused(tmp_path, {"model": torch.nn.Linear(4, 2)}, strict=strict)
+        assert "strict=False" not in str(error)
+        assert "exclude= leaves single leaves as they are" in str(error)
+
+
+def test_the_advice_of_a_loose_restore_does_not_name_strict(tmp_path: Path) -> None:
+    saved(tmp_path, {"model": net(1, "abc"), "head": torch.nn.Linear(3, 2)})
+    error = refused(tmp_path, {"model": net(2, "bcd"), "head": torch.nn.Linear(4, 2)}, strict=False)
+    assert "strict=False" not in str(error)
+    assert not error.missing  # type: ignore[attr-defined]
+
+
+def test_the_advice_for_leaves_of_one_side_names_strict_and_what_it_does_not_accept(tmp_path: Path) -> None:
+    saved(tmp_path, {"model": net(1, "abc"), "head": torch.nn.Linear(3, 2)})
+    error = refused(tmp_path, {"model": net(2, "bcd"), "head": torch.nn.Linear(3, 2)})
+    assert "strict=False) accepts leaves that only one side has" in str(error)
+    assert "no other shape or type" not in str(error)
+    error = refused(tmp_path, {"model": net(2, "bcd"), "head": torch.nn.Linear(4, 2)})
+    assert "strict=False) accepts leaves that only one side has, but no other shape or type" in str(error)
+
+
+def test_parameters_that_were_in_groups_with_other_options_name_a_way_through(tmp_path: Path) -> None:
+    first = trained(1, groups=2)
+    first["optimizer"].param_groups[1]["lr"] = 0.7
+    saved(tmp_path, first)
+    error = refused(tmp_path, trained(2, groups=1), strict=False)
+    assert "exclude=('optimizer.param_groups*',) keeps the live options" in str(error)
+    assert restored(tmp_path, trained(2, groups=1), exclude=("optimizer.param_groups*",)).resumed
+
+
+@pytest.mark.parametrize("kind", ["meta", "lazy"])
+def test_a_restore_into_a_model_without_memory_says_what_to_do_before_the_restore(tmp_path: Path, kind: str) -> None:
+    saved(tmp_path, {"model": torch.nn.Linear(3, 2)})
+    model = torch.nn.Linear(3, 2, device="meta") if kind == "meta" else torch.nn.LazyLinear(2)
+    with pytest.raises(StateMismatchError) as caught:
+        restored(tmp_path, {"model": model})
+    assert "'model.weight'" in str(caught.value)
+    assert "cannot be stored" not in str(caught.value)
+    assert {"meta": "to_empty", "lazy": "before the restore"}[kind] in str(caught.value)
+
+
+def test_a_restore_into_a_dict_with_a_tensor_without_memory_says_what_to_do(tmp_path: Path) -> None:
+    saved(tmp_path, {"model": net(1), "book": {"x": {"y": torch.zeros(3)}}})
+    with pytest.raises(StateMismatchError, match=r"'book\.x\.y'.*meta device"):
+        restored(tmp_path, {"model": net(2), "book": {"x": {"y": torch.zeros(3, device="meta")}}})
+
+
+def test_a_restore_into_an_optimizer_over_parameters_without_memory_says_what_to_do(tmp_path: Path) -> None:
+    saved(tmp_path, trained(1))
+    model = net(2).to("meta")
+    state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    with pytest.raises(StateMismatchError, match="meta device"):
+        restored(tmp_path, state, only=("optimizer",))
+
+
 # What a loose restore says
 
 

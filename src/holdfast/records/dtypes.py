@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from holdfast.errors import UnsupportedFormatError
 
+MAX_TENSOR_BYTES = 2**63 - 1
+"""No tensor is larger; of an empty one each size of 0 counts as 1."""
+
 
 @dataclass(frozen=True, slots=True)
 class ElementType:

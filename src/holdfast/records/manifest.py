@@ -18,7 +18,7 @@ from blake3 import blake3
 from holdfast.errors import CorruptCheckpointError, HoldfastError, SaveFailedError, UnsupportedFormatError
 from holdfast.records import layout
 from holdfast.records.boxes import MAX_DIMENSIONS, Box, cover_exactly
-from holdfast.records.dtypes import ELEMENT_TYPES, element_type
+from holdfast.records.dtypes import ELEMENT_TYPES, MAX_TENSOR_BYTES, element_type
 from holdfast.records.wire import from_json
 
 FORMAT = 1
@@ -30,7 +30,6 @@ MAX_SEQUENCE = 2**53 - 1
 """Far above what any run gets to: a higher number was made up, and must not take the numbers after it away."""
 _MIN_BLOCK_BYTES = 1 << 12
 _MAX_BLOCK_BYTES = 1 << 30
-_MAX_TENSOR_BYTES = 2**63 - 1
 
 RankingMode = Literal["min", "max"]
 Ranking = tuple[tuple[str, RankingMode], ...]
@@ -371,7 +370,7 @@ def _check_tensors(manifest: Manifest, files: Mapping[str, FileRecord]) -> None:
             raise CorruptCheckpointError(f"{len(tensor.shape)} dimensions are over the limit", leaf=tensor.name)
         item_bytes = tensor.item_bytes
         # An empty tensor can state any sizes beside its zero, and torch counts its strides in 64 bits.
-        if math.prod(tensor.shape if 0 not in tensor.shape else _ones(tensor.shape)) * item_bytes > _MAX_TENSOR_BYTES:
+        if math.prod(tensor.shape if 0 not in tensor.shape else _ones(tensor.shape)) * item_bytes > MAX_TENSOR_BYTES:
             raise CorruptCheckpointError(f"no tensor has the shape {list(tensor.shape)}", leaf=tensor.name)
         for chunk in tensor.chunks:
             size = _check_chunk(tensor, chunk, item_bytes, manifest.block_bytes, files)

@@ -57,6 +57,7 @@ from holdfast.tensors import (
     held_piece,
     is_same_form,
     is_sharded,
+    require_memory,
     shares_elements,
     stored_form,
     tensor_class,
@@ -274,6 +275,7 @@ class _Matcher:
     def match_module(self, tree: TreeRecord) -> None:
         module = unwrap(self.component)
         state = self._live_state()
+        self._require_memory(state, self.fitted.component)
         live = tree_of(self.fitted.component, self.component, state, None)
         live_values, saved_values = _object(live.values, tree), _object(self.saved.values(tree), tree)
         wanted: dict[str, list[str]] = {}
@@ -330,6 +332,7 @@ class _Matcher:
                 return
         names = optimizer_names(optimizer, self.components, self.fitted.component)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._require_memory(dict(zip(names, parameters, strict=True)), f"{self.fitted.component}.state")
         saved_values = _object(self.saved.values(tree), tree)
         saved_state = _object(saved_values.get("state", {}), tree)
         groups = [_object(group, tree) for group in _list(saved_values.get("param_groups", []), tree)]
@@ -592,6 +595,14 @@ class _Matcher:
             return
         self._fill(leaf, tensor, fresh=False, cut=cut)
 
+    def _require_memory(self, state: Any, path: str) -> None:
+        """Refuse a live state with a tensor that cannot be filled, at any depth."""
+        if isinstance(state, torch.Tensor):
+            require_memory(state, component=self.fitted.component, leaf=path)
+        elif isinstance(state, Mapping | list | tuple):
+            for key, value in state.items() if isinstance(state, Mapping) else enumerate(state):
+                self._require_memory(value, f"{path}.{key}")
+
     def _live_state(self) -> Any:
         """Return the component's state in the form in which it was saved."""
         if self.fitted.kind == "values":
@@ -609,7 +620,9 @@ class _Matcher:
         if not own or (per_rank and not excluded):
             return {}
         with random_state_kept():
-            live = tree_of(self.fitted.component, self.component, self._live_state(), None).tensors
+            state = self._live_state()
+        self._require_memory(state, self.fitted.component)
+        live = tree_of(self.fitted.component, self.component, state, None).tensors
         kept = {path: tensor for path, tensor in live.items() if layout.leaf_name(tree.name, path) in excluded}
         return kept if per_rank else live
 
@@ -864,7 +877,8 @@ def _packed_groups(
         options = [{key: value for key, value in group.items() if key != "params"} for group in found]
         if any(option != options[0] for option in options[1:]):
             fitted.mismatched.append(
-                f"{fitted.component}.param_groups.{index}: its parameters were in different groups"
+                f"{fitted.component}.param_groups.{index}: its parameters were in groups with different options; "
+                f"exclude=('{fitted.trees[0]}.param_groups*',) keeps the live options"
             )
         if not options and index < len(groups) and not groups[index]["params"]:
             options = [{key: value for key, value in groups[index].items() if key != "params"}]
