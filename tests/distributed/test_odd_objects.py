@@ -126,6 +126,29 @@ def a_wrapper_that_differs_from_rank_to_rank(rank: int, folder: Path) -> Any:
     return _optimizer(folder, make), [scope for name, scope in trees(folder) if name == "optimizer"]
 
 
+def a_wrapper_over_sharded_parameters(rank: int, folder: Path) -> Any:
+    """Restored before the first step, into the same shards and into a model that is not sharded."""
+
+    def sharded(model: nn.Module) -> Any:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        return Lookahead(torch.optim.AdamW(model.parameters()))
+
+    again = _optimizer(folder, sharded)
+    torch.manual_seed(1)
+    model, whole = tower(), tower()
+    of_shards, of_whole = sharded(model), Lookahead(torch.optim.AdamW(whole.parameters()))
+    for one, optimizer in ((model, of_shards), (whole, of_whole)):
+        with manager_of(folder, {"model": one, "optimizer": optimizer}) as manager:
+            manager.restore()
+    parameters = (list(one.parameters()) for one in (model, whole))
+    same = [
+        torch.equal(of_shards.state[cut][name].full_tensor(), of_whole.state[full][name])
+        for cut, full in zip(*parameters, strict=True)
+        for name in ("exp_avg", "exp_avg_sq")
+    ]
+    return again, all(same), len(same) > 0
+
+
 def post_local_sgd(rank: int, folder: Path) -> Any:
     def make(model: nn.Module) -> Any:
         averager = PeriodicModelAverager(period=4, warmup_steps=1)
@@ -265,6 +288,7 @@ SCENES = [
     a_weight_of_a_subclass_with_a_scalar,
     a_wrapper_that_is_the_same_on_all_ranks,
     a_wrapper_that_differs_from_rank_to_rank,
+    a_wrapper_over_sharded_parameters,
     post_local_sgd,
     zero_redundancy,
     zero_redundancy_part_by_part,
@@ -293,6 +317,11 @@ def test_keys_that_hooks_rename_come_back_on_all_ranks(play: Play, scene: Any) -
 def test_an_optimizer_with_a_layout_of_its_own_is_stored_once_or_for_each_rank(play: Play) -> None:
     assert play("a_wrapper_that_is_the_same_on_all_ranks") == [(True, [""])] * 2
     assert play("a_wrapper_that_differs_from_rank_to_rank") == [(True, ["rank-00000", "rank-00001"])] * 2
+
+
+@pytest.mark.guarantee("G8")
+def test_an_optimizer_with_a_layout_of_its_own_over_shards_is_restored_before_its_first_step(play: Play) -> None:
+    assert play("a_wrapper_over_sharded_parameters") == [(True, True, True)] * 2
 
 
 def test_optimizers_of_torch_distributed_resume_exactly_or_are_refused_with_the_way_out(play: Play) -> None:

@@ -637,13 +637,7 @@ class _Matcher:
             if live is not None and is_sharded(live) and _fits(leaf, live):
                 return self._fill(leaf, torch.empty_like(live), fresh=True)
             if live is None and leaf.sharded and isinstance(unwrap(self.component), torch.optim.Optimizer):
-                raise StateMismatchError(
-                    "a sharded tensor in an optimizer whose state dict has a layout of its own, which has no state yet",
-                    component=self.fitted.component,
-                    leaf=leaf.name,
-                    advice="nothing says how to shard it: make the optimizer's state before the restore, by a step "
-                    "with a learning rate of 0; no live object was changed",
-                )
+                return self._fill(leaf, self._like_parameters(leaf, unwrap(self.component)), fresh=True)
             device = live.device if live is not None else torch.device("cpu")
             return self._fill(leaf, self._new_memory(leaf, device), fresh=True)
 
@@ -764,6 +758,25 @@ class _Matcher:
             mesh = parameter.device_mesh
             return DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
         return full
+
+    def _like_parameters(self, leaf: TensorRecord, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        """New memory for sharded state of an optimizer whose state dict does not say which parameter it belongs to: as
+        all parameters of its shape are, whole where no parameter is sharded."""
+        parameters = [parameter.detach() for group in optimizer.param_groups for parameter in group["params"]]
+        if parameters and not any(isinstance(parameter, DTensor) for parameter in parameters):
+            return self._new_memory(leaf, parameters[0].device)
+        alike = [parameter for parameter in parameters if tuple(parameter.shape) == leaf.shape]
+        layouts = {(one.device_mesh, one.placements) if isinstance(one, DTensor) else None for one in alike}
+        if len(layouts) == 1:
+            return torch.empty_like(alike[0], dtype=torch_dtype(leaf.dtype))
+        raise StateMismatchError(
+            "a sharded tensor in an optimizer whose state dict has a layout of its own, and which has no state yet: "
+            + ("parameters of its shape are sharded in different ways" if alike else "no parameter has its shape"),
+            component=self.fitted.component,
+            leaf=leaf.name,
+            advice="nothing says how to shard it: make the optimizer's state before the restore, by a step "
+            "with a learning rate of 0; no live object was changed",
+        )
 
     def _new_memory(self, leaf: TensorRecord, device: torch.device) -> torch.Tensor:
         """Memory for a whole leaf, once it is known that there are as many bytes to fill it with."""
