@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from holdfast.background import PendingSave, Saved
 from holdfast.catalog import Catalog, Checkpoint
-from holdfast.errors import StorageError
+from holdfast.errors import CheckpointNotFoundError, KeyMissingError, StorageError
 
 __all__ = ["SaveHandle"]
 
@@ -44,6 +44,13 @@ class SaveHandle:
             found = self._pending.checkpoint or self._catalog.read(saved.folder)
             # One that was there before has what was said of it since, and by this save.
             return self._catalog.annotated(found) if saved.skipped else found
+        except KeyMissingError as error:
+            raise CheckpointNotFoundError(
+                f"the checkpoint was committed in {saved.folder}, which was removed since",
+                run=self._catalog.storage.url,
+                step=self.step,
+                advice="retention or another process removed it; save a step that keep= keeps, or tag it",
+            ) from error
         except StorageError as error:
             raise error.changed(
                 problem=f"step {self.step} is committed in {saved.folder}, but cannot be read now: {error.problem}"

@@ -22,8 +22,14 @@ from blake3 import blake3
 
 from holdfast._version import __version__
 from holdfast.background import Saved
-from holdfast.catalog import Catalog
-from holdfast.errors import KeyMissingError, StorageError, UsageError
+from holdfast.catalog import Catalog, Checkpoint
+from holdfast.errors import (
+    CorruptCheckpointError,
+    KeyMissingError,
+    StorageError,
+    UnsupportedFormatError,
+    UsageError,
+)
 from holdfast.frozen import frozen_guards
 from holdfast.lease import Lease
 from holdfast.records import layout
@@ -130,9 +136,9 @@ class Leader:
         differing = self._watch.note_samples(briefs, request.step)
         if differing:
             return self._stop_for(differing)
-        folder = None if request.again else self._committed_at(request)
-        if folder is not None:
-            return SavePlan(folder, committed=True)
+        found = None if request.again else self._read_committed(request)
+        if found is not None:
+            return SavePlan(found.folder, committed=True, digest=found.digest)
         self._briefs, self._frozen = briefs, [entry for brief in briefs for entry in brief.frozen]
         if not self._holds(briefs):
             return SavePlan()
@@ -348,6 +354,16 @@ class Leader:
                 run=self._catalog.storage.url,
                 advice="make room or keep fewer checkpoints; nothing was written",
             )
+
+    def _read_committed(self, request: SaveRequest) -> Checkpoint | None:
+        """Return the checkpoint of the step, if this line of the run has it. One that is removed at this moment, or
+        whose manifest is damaged, does not count: the step is saved again."""
+        try:
+            folder = self._committed_at(request)
+            return self._catalog.read(folder) if folder is not None else None
+        except (KeyMissingError, CorruptCheckpointError, UnsupportedFormatError):
+            self.forget()
+            return None
 
     def _committed_at(self, request: SaveRequest) -> str | None:
         """The folder in which this line of the run has that step. The line is read once, and then kept in mind."""

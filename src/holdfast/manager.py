@@ -361,21 +361,28 @@ class CheckpointManager:
 
         pending = self._saver.save(step, request)
         self._pace.note_save()
-        if pending.skipped:
-            self._add_to_committed(pending, metrics=encoded_metrics(metrics), tag=tag or "")
-            if (progress or extra or guards) and self._ranks.rank == 0:
-                logger.warning("step %d was committed before; its progress, extra and guards stay as they are", step)
+        said = encoded_metrics(metrics) if pending.skipped else {}
+        if pending.skipped and not self._add_to_committed(pending, metrics=said, tag=tag or ""):
+            # Its checkpoint was removed since the leader found it, as by retention.
+            pending = self._saver.save(step, lambda: replace(request(), again=True))
+        if pending.skipped and (progress or extra or guards) and self._ranks.rank == 0:
+            logger.warning("step %d was committed before; its progress, extra and guards stay as they are", step)
         return SaveHandle(pending, self._catalog)
 
-    def _add_to_committed(self, pending: PendingSave, *, metrics: dict[str, Any], tag: str) -> None:
-        """What can be said of a checkpoint later is said now. All ranks come here, whatever each of them says."""
+    def _add_to_committed(self, pending: PendingSave, *, metrics: dict[str, Any], tag: str) -> bool:
+        """What can be said of a checkpoint later is said now. All ranks come here, whatever each of them says. Return
+        False, on all of them, if the checkpoint is not there any more."""
 
-        def work() -> None:
-            if metrics or tag:
+        def work() -> bool:
+            try:
                 found = self._catalog.find(Selector("folder", name=pending.folder))
-                self._note_and_tidy(found, metrics=metrics, tag=tag)
+                if metrics or tag:
+                    self._note_and_tidy(found, metrics=metrics, tag=tag)
+            except CheckpointNotFoundError:
+                return False
+            return True
 
-        on_leader(self._ranks, "annotate", work, returns=None)
+        return on_leader(self._ranks, "annotate", work, returns=bool)
 
     def restore(
         self,
