@@ -66,6 +66,7 @@ from holdfast.records.notes import (
 from holdfast.records.selector import Selector
 from holdfast.records.wire import MAX_RECORD_BYTES, encode_record, read_record
 from holdfast.storage.base import Storage
+from holdfast.storage.displacing import remove_or_set_aside
 from holdfast.storage.documents import read_document
 from holdfast.storage.retrying import with_retries
 
@@ -428,7 +429,7 @@ class Catalog:
 
     def _remove_damaged_run(self, damage: DamagedRecordError) -> None:
         try:
-            self.storage.delete(layout.RUN_KEY)
+            remove_or_set_aside(self.storage, layout.RUN_KEY)
         except StorageError as error:
             raise damage.at(
                 run=self.storage.url, advice=f"move it away by hand, because it cannot be removed: {error}"

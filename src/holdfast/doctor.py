@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from holdfast.catalog import Catalog, Checkpoint, Scan
-from holdfast.errors import DamagedRecordError, HoldfastError, KeyMissingError, UnsupportedFormatError
+from holdfast.errors import DamagedRecordError, KeyMissingError, StorageError, UnsupportedFormatError
 from holdfast.housekeeping import Housekeeper
 from holdfast.identity import Identity, is_alive
-from holdfast.lease import Lease, claim_names, foreign_claims, read_claim, reader_claims
+from holdfast.lease import Lease, claim_names, foreign_claims, read_claim, reader_claims, require_free
 from holdfast.records import layout
-from holdfast.records.attempts import AttemptRecord
+from holdfast.records.attempts import MAX_PLAUSIBLE_LEASE_NUMBER, AttemptRecord
 from holdfast.records.notes import parse_note_name
+from holdfast.storage.displacing import obstruction_of, remove_or_set_aside, set_aside
 
 __all__ = ["Finding", "Kind", "examine", "mend"]
 
@@ -26,6 +27,7 @@ Kind = Literal["checkpoint", "run", "attempt", "note", "lease", "reader", "link"
 
 _SHOWN_RANKS = 8
 _OWN_NAMES = {layout.RUN_KEY, layout.LEASE, layout.READERS, layout.NOTES}
+_RENAMED = "is renamed to set-aside-...: nothing in it is lost"
 _RECEIPT_END = ".receipt.json"
 _RANK_FILE = re.compile(r"rank-([0-9]{5})\.", re.ASCII)
 
@@ -65,15 +67,15 @@ def mend(catalog: Catalog) -> list[Finding]:
     A `RunInUseError` while a process that lives writes to the run: its records are its own.
     """
     before = examine(catalog)
-    for finding in before:
-        if finding.kind == "lease" and _base(finding.path) in foreign_claims(catalog.storage):
-            catalog.storage.delete(finding.path)
+    _remove_obstacles(catalog, before)
     lease = Lease.acquire(catalog.storage, from_this_process=False, close_attempts=catalog.close_attempts)
     try:
         _mend_run(catalog, before)
         # It removes the bytes of attempts that can never be committed, marks of readers that are gone, and notes on
         # checkpoints that are.
-        Housekeeper(catalog, keep=None, links=False, may_write=lease.require).clear_debris()
+        # While the notes cannot be listed it could not tell what was noted on what.
+        if obstruction_of(catalog.storage, layout.NOTES) is None:
+            Housekeeper(catalog, keep=None, links=False, may_write=lease.require).clear_debris()
         _mend_links(catalog, before)
         _remove_damaged_claims(catalog, lease.number)
     finally:
@@ -113,9 +115,14 @@ def _run(catalog: Catalog, scan: Scan) -> Iterator[Finding]:
 
 
 def _lease(catalog: Catalog) -> Iterator[Finding]:
+    if (obstruction := obstruction_of(catalog.storage, layout.LEASE)) is not None:
+        yield Finding("lease", layout.LEASE, obstruction.problem, _RENAMED, damage=True, mendable=True)
+        return
     for name in foreign_claims(catalog.storage):
         path = layout.key(layout.LEASE, name)
-        yield Finding("lease", path, "no writer has such a number", "is removed", damage=True, mendable=True)
+        yield Finding(
+            "lease", path, "no writer has counted up to this number", "is removed", damage=True, mendable=True
+        )
     for number in claim_names(catalog.storage):
         try:
             read_claim(catalog.storage, number)
@@ -131,12 +138,18 @@ def _attempts(catalog: Catalog, scan: Scan) -> Iterator[Finding]:
         problem = f"{state}; {_who(record)}; {_missing(catalog, folder, record)}"
         yield Finding("attempt", folder, problem, "is cleared when its writer is seen to be gone", mendable=True)
     for folder in (*scan.attempts, *(found.folder for found in scan.checkpoints)):
-        with contextlib.suppress(HoldfastError):
-            try:
-                catalog.read_attempt(folder)
-            except DamagedRecordError as error:
-                remedy = "nothing: no checkpoint needs the record"
-                yield Finding("attempt", layout.key(folder, layout.ATTEMPT), error.problem, remedy, damage=True)
+        path = layout.key(folder, layout.ATTEMPT)
+        try:
+            record = catalog.read_attempt(folder)
+        except KeyMissingError:
+            continue
+        except DamagedRecordError as error:
+            yield Finding("attempt", path, error.problem, "nothing: no checkpoint needs the record", damage=True)
+            continue
+        if record.lease > MAX_PLAUSIBLE_LEASE_NUMBER:
+            problem = f"no writer has counted up to lease number {record.lease}"
+            remedy = "is removed: no checkpoint needs the record"
+            yield Finding("attempt", path, problem, remedy, damage=True, mendable=True)
 
 
 def _who(record: AttemptRecord) -> str:
@@ -161,6 +174,10 @@ def _missing(catalog: Catalog, folder: str, record: AttemptRecord) -> str:
 
 
 def _notes(catalog: Catalog, scan: Scan) -> Iterator[Finding]:
+    if (obstruction := obstruction_of(catalog.storage, layout.NOTES)) is not None:
+        remedy = "move it away by hand: tags are unknown until then, and retention keeps every checkpoint"
+        yield Finding("note", layout.NOTES, obstruction.problem, remedy, damage=True)
+        return
     for name in catalog.note_names():
         parsed, path = parse_note_name(name), layout.key(layout.NOTES, name)
         if parsed is None:
@@ -176,6 +193,9 @@ def _notes(catalog: Catalog, scan: Scan) -> Iterator[Finding]:
 
 
 def _readers(catalog: Catalog) -> Iterator[Finding]:
+    if (obstruction := obstruction_of(catalog.storage, layout.READERS)) is not None:
+        yield Finding("reader", layout.READERS, obstruction.problem, _RENAMED, damage=True, mendable=True)
+        return
     for name, claim in reader_claims(catalog.storage):
         path = layout.key(layout.READERS, name)
         if isinstance(claim, DamagedRecordError):
@@ -212,12 +232,25 @@ def _unlisted(catalog: Catalog, checkpoint: Checkpoint) -> list[str]:
 # What is done about it
 
 
+def _remove_obstacles(catalog: Catalog, findings: Sequence[Finding]) -> None:
+    """Remove what keeps every process from the lease, so it is done without one, but not while the run is held."""
+    for path in {finding.path for finding in findings if finding.path in (layout.LEASE, layout.READERS)}:
+        set_aside(catalog.storage, path)
+    foreign = {layout.key(layout.LEASE, name) for name in foreign_claims(catalog.storage)}
+    attempts = {found.path for found in _of_kind(findings, "attempt") if found.damage and found.mendable}
+    if foreign or attempts:
+        # A process that lives may have counted on from such a number.
+        require_free(catalog.storage)
+    for path in sorted(foreign | attempts):
+        remove_or_set_aside(catalog.storage, path)
+
+
 def _mend_run(catalog: Catalog, findings: Sequence[Finding]) -> None:
     found = _of_kind(findings, "run")
     if not any(finding.mendable for finding in found):
         return
     if any(finding.damage for finding in found):
-        catalog.storage.delete(layout.RUN_KEY)
+        remove_or_set_aside(catalog.storage, layout.RUN_KEY)
     catalog.open_run()
 
 
@@ -237,8 +270,8 @@ def _remove_damaged_claims(catalog: Catalog, number: int) -> None:
         try:
             read_claim(catalog.storage, older)
         except DamagedRecordError:
-            with contextlib.suppress(HoldfastError):
-                catalog.storage.delete(_claim_path(older))
+            with contextlib.suppress(StorageError):  # what is left is found again, and is not reported as mended
+                remove_or_set_aside(catalog.storage, _claim_path(older))
 
 
 def _of_kind(findings: Iterable[Finding], kind: Kind) -> list[Finding]:
@@ -247,7 +280,3 @@ def _of_kind(findings: Iterable[Finding], kind: Kind) -> list[Finding]:
 
 def _claim_path(number: int) -> str:
     return layout.key(layout.LEASE, f"{number:09d}.json")
-
-
-def _base(path: str) -> str:
-    return path.rpartition("/")[2]

@@ -42,6 +42,7 @@ import msgspec
 from holdfast.errors import (
     DamagedRecordError,
     HoldfastError,
+    KeyDamagedError,
     KeyExistsError,
     KeyMissingError,
     RunInUseError,
@@ -49,7 +50,7 @@ from holdfast.errors import (
 )
 from holdfast.identity import Identity, is_alive, this_process
 from holdfast.records import layout
-from holdfast.records.attempts import MAX_LEASE_NUMBER, read_attempt
+from holdfast.records.attempts import MAX_LEASE_NUMBER, MAX_PLAUSIBLE_LEASE_NUMBER, read_attempt
 from holdfast.records.wire import encode_record, read_record
 from holdfast.storage.base import Entry, Storage
 
@@ -70,6 +71,7 @@ __all__ = [
     "read_claim",
     "reader_claims",
     "reading",
+    "require_free",
     "require_number",
 ]
 
@@ -167,7 +169,7 @@ class Lease:
         claim = Claim.of(identity or this_process(), timeout_seconds)
         tried = 0
         while True:
-            entries = storage.entries(layout.LEASE)
+            entries = _entries(storage, layout.LEASE)
             highest = _highest(entries)
             if highest and highest != lost and not force:
                 _require_free(storage, highest, entries, claim, clock or Clock(), from_this_process)
@@ -196,7 +198,7 @@ class Lease:
         heart = Heart.of_lease(storage, number, claim.timeout_seconds, token=claim.token)
         try:
             storage.sync(layout.LEASE)
-            claims = storage.entries(layout.LEASE)
+            claims = _entries(storage, layout.LEASE)
             if _highest(claims) != number:
                 return None
             heart.start()
@@ -217,7 +219,7 @@ class Lease:
     def is_lost(self) -> bool:
         """Return True when the claim was deleted or damaged and nobody else has written to the run since: then the run
         is free for this process to acquire again. Raise if another process has become the writer."""
-        highest = _highest(self._storage.entries(layout.LEASE))
+        highest = _highest(_entries(self._storage, layout.LEASE))
         if highest > self.number:
             raise _taken_over(self._storage, highest)
         try:
@@ -255,10 +257,10 @@ def _next_number(storage: Storage, highest: int) -> int:
     number = max(highest, _recorded_number(storage)) + 1
     if number > MAX_LEASE_NUMBER:
         raise StorageError(
-            f"a claim has the highest number that there is, {MAX_LEASE_NUMBER}",
+            f"a lease claim or an attempt.json states the highest lease number that there is, {MAX_LEASE_NUMBER}",
             run=storage.url,
             file=layout.LEASE,
-            advice="no writer made it; `holdfast doctor RUN --fix` removes it",
+            advice="no writer counted up to it: `holdfast doctor RUN --fix` removes what states it",
         )
     return number
 
@@ -323,7 +325,7 @@ def _release(storage: Storage, number: int) -> None:
 def require_number(storage: Storage, number: int, token: str = "") -> None:
     """Raise if whoever has this number may not commit any more: there is a higher one, or the claim with this number
     and `token` is not there. 0 is the number of a writer without a claim; an empty token is that of any claim."""
-    highest = _highest(storage.entries(layout.LEASE))
+    highest = _highest(_entries(storage, layout.LEASE))
     if highest > number:
         raise _taken_over(storage, highest)
     if number == 0:
@@ -359,6 +361,15 @@ def _lost(storage: Storage, how: str) -> RunInUseError:
     )
 
 
+def require_free(storage: Storage) -> None:
+    """Raise a RunInUseError while a process that lives, or may live, holds the run. Takes nothing."""
+    entries = _entries(storage, layout.LEASE)
+    highest = _highest(entries)
+    if highest:
+        mine = Claim.of(this_process(), DEFAULT_TIMEOUT_SECONDS)
+        _require_free(storage, highest, entries, mine, Clock(), from_this_process=False)
+
+
 def _require_free(
     storage: Storage, number: int, entries: Sequence[Entry], mine: Claim, clock: Clock, from_this_process: bool
 ) -> None:
@@ -381,7 +392,7 @@ def _require_free(
         alive = _beats(storage, number, claim, clock)
     if alive:
         raise _in_use(storage, number, claim)
-    highest = _highest(storage.entries(layout.LEASE))
+    highest = _highest(_entries(storage, layout.LEASE))
     faster = _claim_or_unknown(storage, highest) if highest != number else None
     if faster is not None and not (faster.holder == mine.holder and from_this_process):
         raise _in_use(storage, highest, faster)
@@ -391,12 +402,12 @@ def _beats(storage: Storage, number: int, claim: Claim, clock: Clock) -> bool:
     """Whether a holder on another machine gives a sign within the time that his claim states."""
     patience = claim.patience_seconds
     pause = max(patience / _BEATS_PER_TIMEOUT / _LOOKS_PER_BEAT, _SHORTEST_PAUSE_SECONDS)
-    first = _last_beat(storage.entries(layout.LEASE), _name(number))
+    first = _last_beat(_entries(storage, layout.LEASE), _name(number))
     deadline = clock.now() + patience
     logger.warning("%s held the run %s; waiting up to %g s for a sign of it", claim.who, storage.url, patience)
     while clock.now() < deadline:
         clock.sleep(pause)
-        entries = storage.entries(layout.LEASE)
+        entries = _entries(storage, layout.LEASE)
         if f"{_name(number)}{_RELEASED}" in {entry.name for entry in entries}:
             return False
         if _highest(entries) != number:
@@ -428,7 +439,7 @@ def _in_use(storage: Storage, number: int, claim: Claim) -> RunInUseError:
 
 
 def _age_seconds(storage: Storage, number: int, claim: Claim) -> float:
-    beat = _last_beat(storage.entries(layout.LEASE), _name(number))
+    beat = _last_beat(_entries(storage, layout.LEASE), _name(number))
     said = claim.started
     if beat:
         with contextlib.suppress(StorageError):
@@ -576,7 +587,7 @@ class Readers:
 
     def _claims(self) -> list[tuple[str, bool]]:
         """Each claim, and whether its reader lives."""
-        entries = self.storage.entries(layout.READERS)
+        entries = _entries(self.storage, layout.READERS)
         names = [entry.name.removesuffix(_CLAIM) for entry in entries if entry.name.endswith(_CLAIM)]
         return [(name, self._lives(name, _last_beat(entries, name))) for name in names]
 
@@ -619,9 +630,24 @@ def _beat_key(folder: str, name: str, beat: int) -> str:
     return _key(folder, name, f"{_BEAT}{beat:09d}")
 
 
+def _entries(storage: Storage, folder: str) -> list[Entry]:
+    """List `lease` or `readers`. Where something that is no folder has that name, say which command mends it."""
+    try:
+        return storage.entries(folder)
+    except KeyDamagedError as error:
+        advice = f"{folder} is no folder; `holdfast doctor RUN --fix` renames what has its name"
+        raise error.changed(run=storage.url, advice=advice) from error
+
+
+def _numbers(entries: Sequence[Entry]) -> list[int]:
+    """Return the numbers of the claims among these names. One above the limit is foreign: no writer counts so far."""
+    matches = (_NUMBER.fullmatch(entry.name) for entry in entries)
+    numbers = (int(match[1]) for match in matches if match)
+    return sorted(number for number in numbers if number <= MAX_LEASE_NUMBER)
+
+
 def _highest(entries: Sequence[Entry]) -> int:
-    numbers = (_NUMBER.fullmatch(entry.name) for entry in entries)
-    return max((int(match[1]) for match in numbers if match), default=0)
+    return max(_numbers(entries), default=0)
 
 
 def _last_beat(entries: Sequence[Entry], name: str) -> int:
@@ -639,7 +665,7 @@ def read_claim(storage: Storage, number: int) -> Claim | None:
 def holder(storage: Storage) -> Claim | None:
     """Return the claim by which the run is held, whether its holder lives or not; None when it is free. Of a claim that
     cannot be decoded, one of an unknown process."""
-    entries = storage.entries(layout.LEASE)
+    entries = _entries(storage, layout.LEASE)
     highest = _highest(entries)
     if not highest or f"{_name(highest)}{_RELEASED}" in {entry.name for entry in entries}:
         return None
@@ -648,14 +674,17 @@ def holder(storage: Storage) -> Claim | None:
 
 def claim_names(storage: Storage) -> list[int]:
     """Return the numbers of all claims on the run, the lowest first."""
-    matches = (_NUMBER.fullmatch(entry.name) for entry in storage.entries(layout.LEASE))
-    return sorted(int(match[1]) for match in matches if match)
+    return _numbers(_entries(storage, layout.LEASE))
 
 
 def foreign_claims(storage: Storage) -> list[str]:
-    """Return the names in `lease/` that state a number which no writer can have, or none can follow."""
-    names = [entry.name for entry in storage.entries(layout.LEASE)]
-    return [name for name in names if _FOREIGN.match(name) or name == f"{MAX_LEASE_NUMBER}{_CLAIM}"]
+    """Return the names in `lease/` that state a number to which no writer has counted."""
+    return [entry.name for entry in storage.entries(layout.LEASE) if _is_foreign(entry.name)]
+
+
+def _is_foreign(name: str) -> bool:
+    match = _NUMBERED.fullmatch(name)
+    return _FOREIGN.match(name) is not None or (match is not None and int(match[1]) > MAX_PLAUSIBLE_LEASE_NUMBER)
 
 
 def reader_claims(storage: Storage) -> list[tuple[str, Claim | DamagedRecordError | None]]:

@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 import holdfast
 from holdfast import CheckpointManager, HoldfastError, KeepLast
 from holdfast.cli import app
-from holdfast.errors import DamagedRecordError
-from holdfast.identity import Identity
-from holdfast.lease import Claim, Clock, Lease
-from holdfast.records.attempts import AttemptRecord
+from holdfast.errors import DamagedRecordError, RunInUseError
+from holdfast.identity import Identity, this_process
+from holdfast.lease import Claim, Clock, Lease, claim_names
+from holdfast.records.attempts import MAX_LEASE_NUMBER, MAX_PLAUSIBLE_LEASE_NUMBER, AttemptRecord
 from holdfast.records.notes import Note
 from holdfast.records.wire import MAX_RECORD_BYTES, MAX_RECORD_DEPTH, decode_record, encode_record
 from holdfast.storage.local import LocalStorage
@@ -115,8 +115,7 @@ def written_to(hostile: HostileRun) -> None:
         return holdfast.resolve(run).step
 
     saved = attempted(hostile, "save", save)
-    # Nothing is done about a folder of somebody's in the place of a record; that it is in the way is an error of ours.
-    assert saved == 3 or "run.json): a folder" in hostile.description, hostile.description
+    assert saved == 3, hostile.description
     steps = {found.step for found in holdfast.checkpoints(run)}
     assert {1, 2} <= steps, f"{hostile.description}: of what is tagged only {steps} are left"
     attempted(hostile, "prune", lambda: holdfast.prune(run, KeepLast(1)))
@@ -132,7 +131,7 @@ def test_a_damaged_record_of_any_kind_stops_no_entry_point(pristine: Path, scrat
         seen += 1
         looked_at(hostile)
         written_to(hostile)
-    assert seen >= (7 if kind == "name" else 22)
+    assert seen >= {"name": 10, "place": 12}.get(kind, 22)
 
 
 @pytest.mark.guarantee("G13")
@@ -142,6 +141,111 @@ def test_whatever_a_claim_has_become_its_run_is_followed_after_a_minute(pristine
         clock = Clock(lambda now=now: now[0], lambda seconds, now=now: now.__setitem__(0, now[0] + seconds))
         assert Lease.acquire(LocalStorage(hostile.path), clock=clock).number > 1, hostile.description
         assert now[0] <= 70.0, hostile.description
+
+
+NUMBERS = (MAX_PLAUSIBLE_LEASE_NUMBER + 1, MAX_LEASE_NUMBER - 1, MAX_LEASE_NUMBER, 10**15 - 2, 10**15 - 1)
+
+
+def state_number(run: Path, where: str, number: int) -> None:
+    """Make a claim or the record of an attempt state a lease number. Its writer is seen to be gone."""
+    here = this_process()
+    gone = Identity(here.host, here.machine, 2**31 - 1, 1)
+    if where == "claim":
+        (run / f"lease/{number}.json").write_bytes(encode_record(Claim(gone, "2026-01-01T00:00:00+00:00", 1.0)))
+    elif where == "folder":
+        (run / f"lease/{number}.json/inside").mkdir(parents=True)
+        (run / f"lease/{number}.released").touch()
+    else:
+        folder = run / ("step-000000002" if where == "committed attempt" else "step-000000009")
+        folder.mkdir(exist_ok=True)
+        # Not checked on the way: what a newer or a hostile writer states need not be what this version accepts.
+        (folder / "attempt.json").write_bytes(encode_record({"claim": "c", "lease": number}))
+
+
+def refusal(run: Path, step: int) -> str:
+    """Save, and return the words of the error, if there is one."""
+    try:
+        with CheckpointManager(run, Objects(step).components()) as manager:
+            manager.save(step)
+    except HoldfastError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.guarantee("G13")
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("where", ["claim", "folder", "attempt", "committed attempt"])
+def test_a_lease_number_at_the_limit_is_removed_by_the_command_that_the_error_names(
+    pristine: Path, scratch: Path, where: str, number: int
+) -> None:
+    run = scratch / "run"
+    shutil.copytree(pristine, run, symlinks=True)
+    state_number(run, where, number)
+    for step in (3, 4, 5):
+        refused = refusal(run, step)
+        if refused:
+            assert "`holdfast doctor RUN --fix`" in refused
+            fixed = CliRunner().invoke(app, ["doctor", str(run), "--fix"])
+            assert fixed.exit_code == 0, fixed.output
+            assert refusal(run, step) == ""
+    assert holdfast.resolve(run).step == 5
+    holdfast.mend(run)
+    assert max(claim_names(LocalStorage(run))) < 100, "the numbers count from where they were"
+    assert {1, 2} < {found.step for found in holdfast.checkpoints(run)}
+
+
+@pytest.mark.guarantee("G13")
+def test_a_process_that_counts_on_from_such_a_number_keeps_its_claim(pristine: Path, scratch: Path) -> None:
+    run = scratch / "run"
+    shutil.copytree(pristine, run, symlinks=True)
+    state_number(run, "claim", MAX_PLAUSIBLE_LEASE_NUMBER + 1)
+    lease = Lease.acquire(LocalStorage(run))
+    with pytest.raises(RunInUseError):
+        holdfast.mend(run)
+    lease.require()
+    lease.release()
+
+
+@pytest.mark.parametrize("folder", ["lease", "readers"])
+def test_what_has_the_name_of_a_folder_is_named_and_set_aside_with_all_that_is_in_it(
+    pristine: Path, scratch: Path, folder: str
+) -> None:
+    run = scratch / "run"
+    shutil.copytree(pristine, run, symlinks=True)
+    shutil.rmtree(run / folder, ignore_errors=True)
+    (run / folder).write_text("precious")
+    with pytest.raises(HoldfastError, match="`holdfast doctor RUN --fix`"):
+        holdfast.prune(run, KeepLast(1))
+    (found,) = (finding for finding in holdfast.mend(run) if finding.path == folder)
+    assert (found.damage, found.mended) == (True, True)
+    (aside,) = run.glob(f"set-aside-*.{folder}")
+    assert aside.read_text() == "precious"
+    holdfast.prune(run, KeepLast(1))
+
+
+def test_a_folder_in_the_place_of_the_record_of_a_run_is_set_aside_by_a_save(pristine: Path, scratch: Path) -> None:
+    run = scratch / "run"
+    shutil.copytree(pristine, run, symlinks=True)
+    (run / "run.json").unlink()
+    (run / "run.json").mkdir()
+    (run / "run.json" / "inside").write_text("precious")
+    with CheckpointManager(run, Objects(3).components()) as manager:
+        manager.save(3)
+    (inside,) = run.glob("set-aside-*.run.json/inside")
+    assert inside.read_text() == "precious"
+
+
+def test_a_file_in_the_place_of_the_notes_is_named_and_keeps_every_checkpoint(pristine: Path, scratch: Path) -> None:
+    run = scratch / "run"
+    shutil.copytree(pristine, run, symlinks=True)
+    shutil.rmtree(run / "notes")
+    (run / "notes").touch()
+    (found,) = (finding for finding in holdfast.mend(run) if finding.path == "notes")
+    assert (found.damage, found.mended) == (True, False)
+    assert "by hand" in found.remedy
+    with suppress(HoldfastError):
+        holdfast.prune(run, KeepLast(1))
+    assert [found.step for found in holdfast.checkpoints(run)] == [2, 1]
 
 
 # What a record says

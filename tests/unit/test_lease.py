@@ -36,6 +36,7 @@ from holdfast.lease import (
 )
 from holdfast.policies import KeepLast
 from holdfast.ranks import Alone
+from holdfast.records.attempts import MAX_LEASE_NUMBER
 from holdfast.records.layout import Floor
 from holdfast.records.selector import Selector
 from holdfast.saving import Saver
@@ -339,7 +340,7 @@ def test_no_claim_can_make_another_process_wait_for_longer_than_two_minutes(stor
 
 
 @pytest.mark.guarantee("G13")
-@pytest.mark.parametrize("digits", [16, 19, 20, 40])
+@pytest.mark.parametrize("digits", [13, 15, 16, 19, 20, 40])
 def test_a_number_that_nobody_counted_to_is_a_foreign_name_and_no_endless_loop(storage: Any, digits: int) -> None:
     storage.put(f"lease/{'9' * digits}.json", b"{}")
     assert acquire(storage).number == 1
@@ -347,7 +348,7 @@ def test_a_number_that_nobody_counted_to_is_a_foreign_name_and_no_endless_loop(s
 
 
 def test_the_highest_number_of_all_is_an_error_that_names_the_command(storage: Any) -> None:
-    storage.put(f"lease/{'9' * 15}.json", b"{}")
+    storage.put(f"lease/{MAX_LEASE_NUMBER}.json", b"{}")
     with pytest.raises(StorageError, match="holdfast doctor RUN --fix"):
         acquire(storage)
 

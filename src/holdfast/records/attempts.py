@@ -9,10 +9,13 @@ import msgspec
 
 from holdfast.records.wire import encode_record, read_record
 
-__all__ = ["MAX_LEASE_NUMBER", "AttemptRecord", "encode_attempt", "read_attempt"]
+__all__ = ["MAX_LEASE_NUMBER", "MAX_PLAUSIBLE_LEASE_NUMBER", "AttemptRecord", "encode_attempt", "read_attempt"]
 
-# No run ever gets there by counting. What states a higher one is damaged, or was made to stop the numbering.
-MAX_LEASE_NUMBER = 10**15 - 1
+# No run ever gets there by counting: a record that states a higher number is damaged, a file name with one is foreign.
+MAX_LEASE_NUMBER = 10**12
+# Above this number a cleanup removes a claim or a record. The numbers in between keep a run going that was given one:
+# without them a number that is just accepted would leave no room for the next.
+MAX_PLAUSIBLE_LEASE_NUMBER = 10**11
 
 LeaseNumber = Annotated[int, msgspec.Meta(ge=0, le=MAX_LEASE_NUMBER)]
 ProcessNumber = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]

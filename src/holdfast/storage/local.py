@@ -36,6 +36,8 @@ __all__ = ["LocalSource", "LocalStorage"]
 _Result = TypeVar("_Result")
 
 _DISK = Disk()
+# No name of a run begins so.
+_SET_ASIDE_PREFIX = "set-aside-"
 # How often a writer takes its way again when a deleter removed the folder, still empty, under its feet.
 _TRIES = 8
 # No file without a name here: an old kernel, or a file system that has no such thing.
@@ -185,6 +187,16 @@ class LocalStorage:
             self._require_replaceable(root, name)
             self._disk.unlink(root, name)
             _sync_folder(self._disk, root)
+
+    def set_aside(self, key: str) -> str:
+        """Rename whatever lies in the place of a key, also a folder with all that is in it, a link or a special file.
+        Return the new key, in the same folder: nothing reads it, and nothing in it is lost."""
+        *folders, name = key_parts(key)
+        new_name = f"{_SET_ASIDE_PREFIX}{os.urandom(4).hex()}.{name}"
+        with self._explaining(f"renaming it to {new_name}", key), self._folder(folders) as folder:
+            self._disk.rename(folder, name, new_name)
+            _sync_folder(self._disk, folder)
+        return "/".join((*folders, new_name))
 
     def __repr__(self) -> str:
         return f"LocalStorage({self._root!r})"

@@ -11,6 +11,7 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Collection, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from holdfast.records.wire import encode_record
 
 __all__ = ["HostileRun", "hostile_runs"]
 
-RECORDS = ("run", "note", "claim", "heartbeat", "reader", "attempt", "committed attempt", "receipt", "name")
+RECORDS = ("run", "note", "claim", "heartbeat", "reader", "attempt", "committed attempt", "receipt", "name", "place")
 
 _HUGE = 12345678901234567890
 _SPARSE_BYTES = 1 << 30
@@ -47,7 +48,8 @@ def hostile_runs(
 
     records: the kinds to damage, of those that lie around checkpoints: "run" (`run.json`), "note", "claim" and
     "heartbeat" (of a writer), "reader" (the mark of one), "attempt" (`attempt.json` of an attempt), "committed attempt"
-    (that of a checkpoint), "receipt", and "name": foreign names. What the run lacks is added first.
+    (that of a checkpoint), "receipt", "name": foreign names, and "place": the folders `lease` and `readers` replaced by
+    something that is no folder. What the run lacks is added first.
 
     Each record is truncated, emptied, replaced (by other JSON, by no JSON, by a folder, a link, a FIFO, a socket, a
     sparse file of 1 GiB) and has every `bit_stride`-th of its bits flipped. A copy is removed when the next one is
@@ -80,6 +82,13 @@ def hostile_runs(
             shutil.copytree(whole, target, symlinks=True)
             _written(target / key, b"{}\n")
             yield HostileRun(f"a name: {name} ({key})", "name", target)
+            shutil.rmtree(target)
+        for folder, name in product(_FOLDERS, _PLACES) if "place" in records else ():
+            target = scratch / "run"
+            shutil.copytree(whole, target, symlinks=True)
+            shutil.rmtree(target / folder)
+            _PLACES[name](target / folder)
+            yield HostileRun(f"a place: {folder} is {name}", "place", target)
             shutil.rmtree(target)
     finally:
         shutil.rmtree(whole, ignore_errors=True)
@@ -223,9 +232,22 @@ _DAMAGES: dict[str, Callable[[Path], None]] = {
     "a sparse file of 1 GiB": _replaced(_make_sparse),
 }
 
+_FOLDERS = (layout.LEASE, layout.READERS)
+_PLACES: dict[str, Callable[[Path], object]] = {
+    "an empty file": Path.touch,
+    "a file": lambda path: path.write_bytes(b"what is this\n"),
+    "a FIFO": os.mkfifo,
+    "a link to nowhere": lambda path: path.symlink_to("nowhere"),
+    "a link to a folder": lambda path: path.symlink_to(layout.NOTES),
+    "a socket": _make_socket,
+}
+
 _NAMES = {
     "a claim with a 20-digit number": f"{layout.LEASE}/{_HUGE}.json",
     "a claim with a 19-digit number": f"{layout.LEASE}/{10**19 - 1}.json",
+    "a claim with the highest 15-digit number": f"{layout.LEASE}/{10**15 - 1}.json",
+    "a claim with the one below": f"{layout.LEASE}/{10**15 - 2}.json",
+    "a folder with a claim's highest number": f"{layout.LEASE}/{10**15 - 1}.json/inside",
     "a heartbeat that is no count": f"{layout.LEASE}/000000001.beat-²",
     "a floor above all steps": f"{layout.LEASE}/000000001.floor-{2**63 - 1}.999999999",
     "a note with an 18-digit number": f"{layout.NOTES}/step-000000001--{10**18 - 1}.json",
