@@ -121,12 +121,13 @@ class HoldfastError(Exception):
         return _rebuild(type(self), {**self.fields, **fields})  # type: ignore[return-value]
 
     def _message(self) -> str:
-        where = ", ".join(self._where())
-        text = f"{where}: {self.problem}" if where else self.problem
+        where = _escaped(", ".join(self._where()))
+        problem, advice = _escaped(self.problem, keep="\n\t"), _escaped(self.advice, keep="\n\t")
+        text = f"{where}: {problem}" if where else problem
         details = self._details()
-        if not self.advice:
+        if not advice:
             return text + details
-        return f"{text}{details}\n{self.advice}" if details else f"{text}; {self.advice}"
+        return f"{text}{details}\n{advice}" if details else f"{text}; {advice}"
 
     def _details(self) -> str:
         """What an error lists, a line each, between what happened and what to do."""
@@ -239,7 +240,7 @@ class SaveUncertainError(SaveFailedError):
 
 
 class RunInUseError(HoldfastError, RuntimeError):
-    """Another process writes to the run: `process` on `host`, heard of last `age_seconds` ago."""
+    """Another process holds the run: `process` on `host`, whose last heartbeat was `age_seconds` ago."""
 
     def __init__(
         self,
@@ -363,7 +364,19 @@ def _filled(cls: type[HoldfastError], fields: dict[str, Any]) -> HoldfastError:
     return error
 
 
+def _escaped(text: object, keep: str = "") -> str:
+    """Return text with everything that a terminal would obey, or hide, as an escape such as `\\x1b`: names that come
+    from files stand in messages, and messages are printed. `keep`: characters that stay as they are."""
+    shown = str(text)
+    if shown.isprintable():
+        return shown
+    return "".join(
+        letter if letter.isprintable() or letter in keep else letter.encode("unicode_escape").decode("ascii")
+        for letter in shown
+    )
+
+
 def _listing(names: Sequence[str]) -> str:
-    shown = "".join(f"\n  {name}" for name in names[:_SHOWN_NAMES])
+    shown = "".join(f"\n  {_escaped(name)}" for name in names[:_SHOWN_NAMES])
     hidden = len(names) - _SHOWN_NAMES
     return f"{shown}\n  ... and {hidden} more" if hidden > 0 else shown

@@ -316,3 +316,35 @@ def test_policies_that_no_plain_data_can_say_stay_policies() -> None:
     config = CheckpointConfig(save=policy, keep=holdfast.KeepLast(2))
     assert config.to_dict()["save"] is policy
     assert CheckpointConfig.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    "source", ["a\0b", Path("a\0b"), "file:///a%00b", "~a\0b", "a\0b@5", "memory://a\0b", b"a"], ids=repr
+)
+@pytest.mark.parametrize(
+    "call",
+    [
+        holdfast.is_restart,
+        holdfast.peek,
+        holdfast.checkpoints,
+        holdfast.resolve,
+        holdfast.verify,
+        holdfast.examine,
+        holdfast.mend,
+        holdfast.unlock,
+        lambda source: holdfast.retention(source, holdfast.KeepLast(1)),
+        lambda source: holdfast.prune(source, holdfast.KeepLast(1)),
+    ],
+)
+def test_what_no_file_system_takes_as_a_path_is_an_error_in_words(call: Any, source: Any) -> None:
+    with pytest.raises(UsageError, match=r"NUL|path|not a bytes"):
+        call(source)
+
+
+def test_a_manager_refuses_a_path_with_a_nul_in_words(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is no path"):
+        holdfast.CheckpointManager("a\0b", {"model": torch.nn.Linear(1, 1)})
+    with holdfast.CheckpointManager(tmp_path, {"model": torch.nn.Linear(1, 1)}) as manager:
+        for source in ("./a\0b", Path("a\0b")):
+            with pytest.raises(UsageError, match="NUL"):
+                manager.restore(source)

@@ -123,3 +123,22 @@ def test_every_error_of_ours_is_known_by_its_name() -> None:
     for name in errors.__all__:
         found = crossed(getattr(errors, name)("x"))
         assert type(found).__name__ == name
+
+
+@pytest.mark.parametrize("harm", ["\x1b[2J", "\r", "\x07", "\u202e", "\x9b31m", "\ud800"])
+def test_no_name_in_a_message_reaches_a_terminal_as_a_control_character(harm: str) -> None:
+    places = dict.fromkeys(("run", "component", "leaf", "file"), f"a{harm}b")
+    found = [
+        HoldfastError(f"a{harm}b", advice=f"a{harm}b", **places),
+        errors.CorruptCheckpointError("it", problems=[f"a{harm}b"]),
+        errors.StateMismatchError("it", missing=[f"a{harm}b"]),
+    ]
+    for error in found:
+        assert harm not in str(error)
+        assert harm.encode("unicode_escape").decode() in str(error)
+    assert found[0].file == f"a{harm}b", "programs get the name as it is"
+
+
+def test_a_name_cannot_forge_a_line_of_a_message_and_lines_of_a_problem_stay() -> None:
+    assert str(HoldfastError("first\n\tsecond", file="a\nb")) == "file a\\nb: first\n\tsecond"
+    assert "a\\nb" in str(errors.StateMismatchError("it", missing=["a\nb"]))

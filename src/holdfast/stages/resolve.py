@@ -42,13 +42,11 @@ def locate(location: Location, selector: str | int = "latest") -> tuple[Catalog,
     """Which run is meant, and which of its checkpoints."""
     if not isinstance(location, str | os.PathLike):
         return Catalog(open_storage(location)), parse_selector(selector)
-    text = os.fspath(location)
-    if not text:
-        raise UsageError("the path of the run is empty")
+    text = _require_path(os.fspath(location))
     if "://" in text and not text.startswith("file://"):
         head, selector = _split(text, selector)
         return Catalog(open_storage(head)), parse_selector(selector)
-    text = path_of_file_url(text) if text.startswith("file://") else os.path.expanduser(text)
+    text = _require_path(path_of_file_url(text)) if text.startswith("file://") else os.path.expanduser(text)
     path, selector = _existing(text, selector)
     try:
         return _at_path(path, selector)
@@ -56,6 +54,17 @@ def locate(location: Location, selector: str | int = "latest") -> tuple[Catalog,
         if isinstance(error, HoldfastError):
             raise
         raise UsageError(f"{path} is no path that can be followed: {error}") from None
+
+
+def _require_path(text: object) -> str:
+    """Return what may be the path or the URL of a run, and refuse what no file system takes."""
+    if not isinstance(text, str):
+        raise UsageError(f"the path of the run is of type {type(text).__name__}", advice="give a str or a Path of one")
+    if not text:
+        raise UsageError("the path of the run is empty")
+    if "\0" in text:
+        raise UsageError(f"the path of the run has a NUL character: {text!r}", advice="check how the path was made")
+    return text
 
 
 def _existing(text: str, selector: str | int) -> tuple[Path, str | int]:
