@@ -266,14 +266,15 @@ def _next_number(storage: Storage, highest: int) -> int:
 
 
 def _recorded_number(storage: Storage) -> int:
-    """Return the highest number under which anything in this run was begun. A record that cannot be read counts as
-    none: its attempt is closed like that of any earlier writer."""
+    """Return the highest number under which anything in this run was begun. A damaged record counts as none: its
+    attempt is closed like that of any earlier writer. One that cannot be read now is an error: its number may be that
+    of a process that lives, and must not be given again."""
     highest = 0
     for entry in storage.entries(""):
         if not entry.is_folder or layout.parse_folder(entry.name) is None:
             continue
         key = layout.key(entry.name, layout.ATTEMPT)
-        with contextlib.suppress(HoldfastError):
+        with contextlib.suppress(DamagedRecordError, KeyMissingError):
             highest = max(highest, read_attempt(partial(storage.read, key), key).lease)
     return highest
 
@@ -341,14 +342,17 @@ def require_number(storage: Storage, number: int, token: str = "") -> None:
 
 
 def _taken_over(storage: Storage, number: int) -> RunInUseError:
-    claim = _claim_or_unknown(storage, number)
-    known = claim is not None and claim is not _UNKNOWN
+    claim = _claim_or_unknown(storage, number) or _UNKNOWN
+    known = claim is not _UNKNOWN
+    age = _age_seconds(storage, number, claim)
     return RunInUseError(
-        f"{claim.holder if claim is not None and known else 'another process'} has taken this run over",
-        host=claim.holder.host if claim is not None and known else "",
-        process=claim.holder.process if claim is not None and known else None,
+        f"{claim.holder if known else 'another process'} has taken this run over; {_heartbeat_text(age)}",
+        host=claim.holder.host if known else "",
+        process=claim.holder.process if known else None,
+        age_seconds=age,
         run=storage.url,
-        advice="this process may not save to it any more; nothing that was committed is lost",
+        advice="this process cannot save to the run any more; nothing that was committed is lost; to save from here "
+        "again, end that process, or free the run with `holdfast unlock RUN --force`, and start this one anew",
     )
 
 
@@ -419,37 +423,47 @@ def _beats(storage: Storage, number: int, claim: Claim, clock: Clock) -> bool:
 
 def _in_use(storage: Storage, number: int, claim: Claim) -> RunInUseError:
     age = _age_seconds(storage, number, claim)
-    if claim is _UNKNOWN:
-        return RunInUseError(
-            f"a process whose claim {_key(layout.LEASE, _name(number), _CLAIM)} is damaged writes to this run; it was "
-            f"heard of {age:.0f} s ago",
-            age_seconds=age,
-            run=storage.url,
-            advice="end that training first, or give this one a run of its own; `holdfast unlock RUN --force` takes "
-            "the run from it",
-        )
+    known = claim is not _UNKNOWN
+    who = f"a process whose claim {_key(layout.LEASE, _name(number), _CLAIM)} cannot be read"
+    advice = (
+        "end that process or wait until it ends; if it hangs, `holdfast unlock RUN --force` takes the run from it, and "
+        "its saves fail from then on"
+    )
+    if claim.holder == this_process():
+        advice = "close the CheckpointManager of this process that holds the run first"
     return RunInUseError(
-        f"{claim.holder} writes to this run; it began at {claim.started} and was heard of {age:.0f} s ago",
-        host=claim.holder.host,
-        process=claim.holder.process,
+        f"{f'{claim.holder}, since {claim.started},' if known else who} holds this run; {_heartbeat_text(age)}",
+        host=claim.holder.host if known else "",
+        process=claim.holder.process if known else None,
         age_seconds=age,
         run=storage.url,
-        advice="end that training first, or give this one a run of its own; reading needs no permission",
+        advice=advice,
     )
 
 
-def _age_seconds(storage: Storage, number: int, claim: Claim) -> float:
+def _heartbeat_text(age_seconds: float | None) -> str:
+    if age_seconds is None:
+        return "when it last gave a heartbeat is not known"
+    return f"its last heartbeat was {age_seconds:.0f} s ago"
+
+
+def _age_seconds(storage: Storage, number: int, claim: Claim) -> float | None:
+    """Return how old the last heartbeat is, or the claim while there is none; None when that cannot be read."""
     beat = _last_beat(_entries(storage, layout.LEASE), _name(number))
     said = claim.started
     if beat:
-        with contextlib.suppress(StorageError):
+        try:
             data = storage.read(_beat_key(layout.LEASE, _name(number), beat), _MAX_BEAT_BYTES)
-            said = data.decode("utf-8", "replace").strip()
+        except KeyMissingError:
+            return 0.0  # a newer one has just replaced it
+        except StorageError:
+            return None
+        said = data.decode("utf-8", "replace").strip()
     try:
         # A time without a zone, as no writer of ours states it, is no time that can be compared.
         return max((datetime.now(UTC) - datetime.fromisoformat(said)).total_seconds(), 0.0)
     except (ValueError, TypeError, OverflowError):
-        return 0.0
+        return None
 
 
 def _forget_older(storage: Storage, highest: int, entries: Sequence[Entry]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import logging
@@ -103,7 +104,8 @@ def test_a_second_live_writer_is_told_host_process_and_age(storage: Any) -> None
     assert (error.host, error.process) == (HOST, 1)  # type: ignore[attr-defined]
     assert 0 <= error.age_seconds < 60  # type: ignore[attr-defined]
     assert f"process 1 on {HOST}" in str(error)
-    assert "heard of 0 s ago" in str(error)
+    assert "its last heartbeat was 0 s ago" in str(error)
+    assert "`holdfast unlock RUN --force`" in str(error)
     assert names(storage) == ["000000001.json"]
 
 
@@ -111,7 +113,7 @@ def test_the_age_is_that_of_the_last_beat(storage: Any) -> None:
     acquire(storage, NEIGHBOUR)
     then = datetime.now(UTC) - timedelta(seconds=90)
     storage.put("lease/000000001.beat-000000004", then.isoformat().encode() + b"\n")
-    with pytest.raises(RunInUseError, match=r"heard of 9[0-2] s ago") as caught:
+    with pytest.raises(RunInUseError, match=r"its last heartbeat was 9[0-2] s ago") as caught:
         acquire(storage)
     assert 90 <= caught.value.age_seconds < 100  # type: ignore[attr-defined]
 
@@ -119,7 +121,7 @@ def test_the_age_is_that_of_the_last_beat(storage: Any) -> None:
 def test_a_clock_that_is_behind_gives_no_negative_age(storage: Any) -> None:
     acquire(storage, NEIGHBOUR)
     storage.put("lease/000000001.beat-000000001", b"2999-01-01T00:00:00+00:00\n")
-    with pytest.raises(RunInUseError, match="heard of 0 s ago"):
+    with pytest.raises(RunInUseError, match="its last heartbeat was 0 s ago"):
         acquire(storage)
 
 
@@ -310,7 +312,7 @@ def test_a_claim_that_cannot_be_decoded_is_watched_for_a_bounded_time_and_then_f
 def test_a_holder_whose_claim_is_damaged_keeps_the_run_while_it_gives_signs(storage: Any) -> None:
     storage.put("lease/000000001.json", b"what is this")
     time = Time(lambda now: Heart.of_lease(storage, 1).beat() and None)
-    with pytest.raises(RunInUseError, match=r"whose claim lease/000000001\.json is damaged"):
+    with pytest.raises(RunInUseError, match=r"whose claim lease/000000001\.json cannot be read"):
         acquire(storage, time=time)
     assert time.now < 60.0
 
@@ -369,12 +371,47 @@ def test_a_beat_that_is_no_count_neither_stops_anybody_nor_hides_a_sign(storage:
         acquire(storage, time=time)
 
 
-@pytest.mark.parametrize("said", [b"\xff\xfe", b"", b"2026-01-01T00:00:00", b"9999-12-31T23:59:59+00:00", b"soon"])
-def test_a_beat_that_states_no_time_is_a_sign_all_the_same(storage: Any, said: bytes) -> None:
+@pytest.mark.parametrize("said", [b"\xff\xfe", b"", b"2026-01-01T00:00:00", b"soon"])
+def test_a_beat_that_states_no_time_is_a_sign_all_the_same_and_no_age_is_invented(storage: Any, said: bytes) -> None:
     acquire(storage, NEIGHBOUR)
     storage.put("lease/000000001.beat-000000001", said)
-    with pytest.raises(RunInUseError, match="heard of 0 s ago"):
+    with pytest.raises(RunInUseError, match="heartbeat is not known") as caught:
         acquire(storage)
+    assert caught.value.age_seconds is None  # type: ignore[attr-defined]
+
+
+class Unreadable(_Wrapper):
+    """Keys that end in a text cannot be read, for as long as it is set."""
+
+    unread = ""
+
+    def read(self, key: str, limit_bytes: int) -> bytes:
+        if self.unread and key.endswith(self.unread):
+            # No error that is tried again: the test would wait for the attempts.
+            raise StorageError("no such access now", errno=errno.EACCES, file=key)
+        return super().read(key, limit_bytes)
+
+
+def test_a_run_that_is_held_names_the_holder_the_age_of_its_heartbeat_and_the_command(storage: Any) -> None:
+    door = Unreadable(storage)
+    lease = acquire(door, far())
+    lease._heart.beat()
+    held = Time(lambda now: lease._heart.beat() and None)
+    with pytest.raises(RunInUseError, match=r"process 1 on far-1, since \S+, holds .*heartbeat was 0 s ago.*--force`"):
+        acquire(door, time=held)
+    door.unread = ".json"
+    with pytest.raises(RunInUseError, match=r"whose claim lease/000000001.json cannot be read.* 0 s ago.*--force`"):
+        acquire(door, time=held)
+    door.unread = ""
+    acquire(storage, NEIGHBOUR, force=True)
+    with pytest.raises(RunInUseError, match=r"process 1 on \S+ has taken this run over.* s ago.*--force`"):
+        lease.require()
+
+
+def test_a_process_that_holds_the_run_itself_is_not_told_to_end(storage: Any) -> None:
+    acquire(storage)
+    with pytest.raises(RunInUseError, match="close the CheckpointManager of this process"):
+        acquire(storage, from_this_process=False)
 
 
 # A claim that was deleted by hand
@@ -393,6 +430,22 @@ def test_a_number_is_never_given_again_after_the_claims_were_deleted(storage: An
     Catalog(storage).claim(2, 1, lease=numbers[-1])
     empty(storage)
     assert acquire(storage).number == numbers[-1] + 1
+
+
+@pytest.mark.guarantee("G13")
+def test_a_number_is_not_given_while_the_record_of_an_attempt_cannot_be_read(storage: Any) -> None:
+    door = Unreadable(storage)
+    holder = acquire(storage, far())
+    Catalog(storage).claim(2, 1, lease=holder.number)
+    empty(storage)
+    door.unread = "attempt.json"
+    with pytest.raises(StorageError, match="no such access now"):
+        acquire(door)
+    with pytest.raises(StorageError, match="no such access now"):
+        Lease(door, 5, "token", Floor(), holder._heart).is_lost()
+    assert names(storage) == []
+    door.unread = ""
+    assert acquire(door).number == holder.number + 1
 
 
 @pytest.mark.guarantee("G13")

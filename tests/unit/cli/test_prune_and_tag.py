@@ -274,7 +274,8 @@ def test_prune_leaves_a_run_alone_that_is_being_trained(run: Path) -> None:
         result = call("prune", run, "--keep-last", 1, "--yes")
         assert (result.exit_code, result.stdout) == (2, "")
         assert re.fullmatch(
-            rf"error: run {run}: process {process.pid} on \S+ writes to this run; .* end that training first.*\n",
+            rf"error: run {run}: process {process.pid} on \S+, since \S+, holds this run; "
+            r"its last heartbeat was \d+ s ago; end that process .* `holdfast unlock RUN --force` .*\n",
             result.stderr,
         )
         assert committed(run) == before
