@@ -23,6 +23,7 @@ whoever holds the lease takes only names above.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -84,6 +85,9 @@ _SHORTEST_PAUSE_SECONDS = 0.01
 _MAX_BEAT_BYTES = 1 << 10
 # A million times more than a training can reach: a count above was not made by counting.
 _MAX_BEAT = 10**12
+# What needs no content has none: an empty file can be made on a disk that is full.
+_NOTHING = b""
+_FULL = {errno.ENOSPC, errno.EDQUOT}
 _BEAT = ".beat-"
 _CLAIM = ".json"
 _RELEASED = ".released"
@@ -175,7 +179,7 @@ class Lease:
                 _require_free(storage, highest, entries, claim, clock or Clock(), from_this_process)
             number = _next_number(storage, max(highest, tried))
             try:
-                storage.put(_key(layout.LEASE, _name(number), _CLAIM), encode_record(claim))
+                _with_room(storage, highest, partial(_put_claim, storage, number, claim))
             except KeyExistsError:
                 # Somebody was faster: look again who it is. What is taken and not listed is no file; go past it.
                 tried = number
@@ -202,7 +206,7 @@ class Lease:
             if _highest(claims) != number:
                 return None
             heart.start()
-            close_attempts(number)
+            _with_room(storage, number, partial(close_attempts, number))
             floor = _lay_floor(storage, number, claims)
             _forget_older(storage, highest, entries)
         except BaseException:
@@ -251,6 +255,46 @@ class Lease:
             _release(self._storage, self.number)
 
 
+def _put_claim(storage: Storage, number: int, claim: Claim) -> None:
+    storage.put(_key(layout.LEASE, _name(number), _CLAIM), encode_record(claim))
+
+
+def _with_room(storage: Storage, highest: int, write: Callable[[], None]) -> None:
+    """Write something small. On a full disk, remove what earlier holders left in `lease/` and write it again: a run
+    must be leased before anything else of it can be removed. `highest`: the highest number that was claimed."""
+    try:
+        write()
+        return
+    except StorageError as error:
+        if error.errno not in _FULL:
+            raise
+    _make_room(storage, highest)
+    try:
+        write()
+    except StorageError as error:
+        if error.errno not in _FULL:
+            raise
+        raise error.changed(
+            run=storage.url,
+            advice="the disk is full, and the lease of the run needs one block of it, and one for each attempt that "
+            "was never committed: remove any file that is no part of a run, then run `holdfast prune` again; where "
+            "there is none, delete the whole folder of one checkpoint that is not the newest",
+        ) from error
+
+
+def _make_room(storage: Storage, highest: int) -> None:
+    """Remove the claims below a number, which say nothing while there is a higher one, and all heartbeats, of which a
+    process that lives gives another. Floors stay: they are valid until the next writer has laid its own."""
+    for entry in _entries(storage, layout.LEASE):
+        match = _NUMBERED.fullmatch(entry.name)
+        if match is None or _FLOOR in entry.name:
+            continue
+        if int(match[1]) < highest or (int(match[1]) == highest and _BEAT in entry.name):
+            with contextlib.suppress(StorageError):  # the write that follows says whether there is room
+                storage.delete(f"{layout.LEASE}/{entry.name}")
+    storage.sync(layout.LEASE)
+
+
 def _next_number(storage: Storage, highest: int) -> int:
     """Return a number above all that are listed, and above all that the attempts in the run record: `lease/` may have
     been deleted by hand while its holder lives."""
@@ -291,7 +335,8 @@ def has_claim(storage: Storage, number: int, token: str) -> bool:
 def _is_own(storage: Storage, number: int, token: str) -> bool:
     try:
         claim = read_claim(storage, number)
-    except HoldfastError:
+    except HoldfastError as error:
+        logger.warning("the run %s was not released; the next writer looks for a heartbeat: %s", storage.url, error)
         return False
     return claim is not None and claim.token == token
 
@@ -309,14 +354,14 @@ def _lay_floor(storage: Storage, number: int, claims: Sequence[Entry]) -> layout
     if floor == layout.Floor():
         return floor
     with contextlib.suppress(KeyExistsError):  # by one who had the number, and lost it with the power
-        storage.put(_key(layout.LEASE, _name(number), f"{_FLOOR}{floor.step:09d}.{floor.attempt}"), b"{}\n")
+        storage.put(_key(layout.LEASE, _name(number), f"{_FLOOR}{floor.step:09d}.{floor.attempt}"), _NOTHING)
     storage.sync(layout.LEASE)
     return floor
 
 
 def _release(storage: Storage, number: int) -> None:
     try:
-        storage.put(_key(layout.LEASE, _name(number), _RELEASED), b"{}\n")
+        storage.put(_key(layout.LEASE, _name(number), _RELEASED), _NOTHING)
     except KeyExistsError:
         pass
     except StorageError as error:
@@ -530,12 +575,22 @@ class Heart:
             return False
         last = _last_beat(entries, self._claim_name)
         try:
-            self._storage.put(_beat_key(self._folder, self._claim_name, last + 1), _now().encode() + b"\n")
+            self._put_beat(last + 1)
         except KeyExistsError:
             return True  # the other one who speaks for this claim did
         if last:
             self._storage.delete(_beat_key(self._folder, self._claim_name, last))
         return True
+
+    def _put_beat(self, number: int) -> None:
+        """Write a heartbeat; one without its time where the disk is full, or a live process would be taken for dead."""
+        key = _beat_key(self._folder, self._claim_name, number)
+        try:
+            self._storage.put(key, _now().encode() + b"\n")
+        except StorageError as error:
+            if error.errno not in _FULL:
+                raise
+            self._storage.put(key, _NOTHING)
 
     def _is_of_another(self) -> bool:
         """Return whether the claim was deleted by hand and its number taken by another process: a sign for that one
