@@ -483,11 +483,11 @@ class Catalog:
             self.storage.sync(folder)
 
     def attempt(self, folder: str) -> AttemptRecord:
-        """Return who began an attempt; a record without content where nothing can be read, because a record of an
-        attempt is never needed to read a checkpoint."""
+        """Return who began an attempt; a record without content where there is none or it is damaged. One that cannot
+        be read now is a `StorageError`: its writer may live, and must not be taken for an unknown one."""
         try:
             return self.read_attempt(folder)
-        except HoldfastError:
+        except (KeyMissingError, DamagedRecordError):
             return AttemptRecord()
 
     def attempt_record(self, folder: str) -> dict[str, Any]:

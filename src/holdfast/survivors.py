@@ -10,6 +10,7 @@ import os
 import time
 
 from holdfast.catalog import Catalog
+from holdfast.errors import StorageError
 from holdfast.identity import Identity, is_alive, parent_of
 from holdfast.records.attempts import AttemptRecord
 
@@ -33,7 +34,13 @@ def wait_for_survivors(catalog: Catalog, timeout_seconds: float) -> None:
 
 def _surviving(catalog: Catalog) -> str | None:
     for folder in catalog.open_attempts():
-        if _is_orphan(catalog.attempt(folder)):
+        try:
+            record = catalog.attempt(folder)
+        except StorageError as error:
+            # No restore is stopped by it: what is committed can be read without.
+            logger.warning("whether a writer is still saving %s is not known, and is not waited for: %s", folder, error)
+            continue
+        if _is_orphan(record):
             return folder
     return None
 

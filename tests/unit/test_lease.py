@@ -42,6 +42,7 @@ from holdfast.records.layout import Floor
 from holdfast.records.selector import Selector
 from holdfast.saving import Saver
 from holdfast.storage.local import LocalStorage
+from holdfast.survivors import wait_for_survivors
 from holdfast.testing import MemoryStorage
 from holdfast.testing.storages import _Wrapper
 
@@ -446,6 +447,29 @@ def test_a_number_is_not_given_while_the_record_of_an_attempt_cannot_be_read(sto
     assert names(storage) == []
     door.unread = ""
     assert acquire(door).number == holder.number + 1
+
+
+@pytest.mark.guarantee("G13")
+def test_no_attempt_is_closed_or_cleared_while_its_record_cannot_be_read(storage: Any) -> None:
+    door = Unreadable(storage)
+    catalog = Catalog(door)
+    folder, _ = catalog.claim(2, 1, lease=7)
+    door.unread = "attempt.json"
+    with pytest.raises(StorageError, match="no such access now"):
+        catalog.close_attempts(5)
+    with pytest.raises(StorageError, match="no such access now"):
+        Housekeeper(catalog, keep=None)._uncommit(folder)
+    assert names(storage, folder) == ["attempt.json"]
+
+
+def test_a_writer_that_may_have_outlived_its_training_is_named_when_it_cannot_be_told(
+    storage: Any, caplog: Any
+) -> None:
+    door = Unreadable(storage)
+    folder, _ = Catalog(door).claim(2, 1, lease=7)
+    door.unread = "attempt.json"
+    wait_for_survivors(Catalog(door), 60.0)
+    assert f"whether a writer is still saving {folder} is not known" in caplog.text
 
 
 @pytest.mark.guarantee("G13")
