@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 
+from holdfast.connection import Connection
 from holdfast.errors import RankError, UsageError, error_from_record, error_record
 from holdfast.records.wire import from_msgpack
 
@@ -34,6 +35,7 @@ _GRACE_SECONDS = 5.0
 _REMEMBERED_WORDS = 64
 _SHORT_PAUSE_SECONDS = 0.0003
 _NO_VALUE = "\0no value"
+_DEFAULT_TIMEOUT_SECONDS = 600.0
 
 
 class Ranks(Protocol):
@@ -163,6 +165,13 @@ class _Word(msgspec.Struct, omit_defaults=True):
     error: dict[str, Any] | None = None
 
 
+class _Losses:
+    """How often this rank lost the leader, in any thread: each has to find the leader's round again."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
 class StoreRanks:
     """Ranks that agree through a key-value store, in numbered rounds. All ranks must make the same calls in order."""
 
@@ -178,6 +187,8 @@ class StoreRanks:
         self._forgotten = 0
         self._said: list[tuple[int, bytes]] = []
         self._warned = False
+        self._losses = _Losses()
+        self._losses_made_up = 0
         self.rank = rank
         self.size = size
 
@@ -201,8 +212,7 @@ class StoreRanks:
             choice, own = self._lead(label, word, choose, sends, if_failed, if_silent)
             cause = cause or own
         else:
-            self._publish(self._answer_key(self.rank), word)
-            choice = self._follow(label)
+            choice = self._take_part(label, word)
         if isinstance(cause, KeyboardInterrupt | SystemExit):
             raise cause
         if choice.error is not None:
@@ -210,13 +220,15 @@ class StoreRanks:
         return cast(Choice, from_msgpack(choice.value, returns))
 
     def branch(self, name: str) -> StoreRanks:
-        return StoreRanks(
+        branch = StoreRanks(
             self._store.branch(),
             self.rank,
             self.size,
             name=f"{self._name}/{name}",
             timeout_seconds=self._timeout_seconds,
         )
+        branch._losses = self._losses
+        return branch
 
     def pulse(self) -> None:
         self._pulses += 1
@@ -303,6 +315,26 @@ class StoreRanks:
                 deadline = time.monotonic() + self._timeout_seconds
             self._store.pause(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
+
+    def _take_part(self, label: str, word: _Word) -> _Word:
+        """Send a follower's word and return the leader's choice.
+
+        After a round in which this rank lost the leader, the leader may have gone through rounds that this rank never
+        came to. Those have other labels, and are passed over.
+        """
+        losses = self._losses.count
+        try:
+            self._publish(self._answer_key(self.rank), word)
+            choice = self._follow(label)
+            while choice.label != label and losses != self._losses_made_up:
+                self._round += 1
+                self._publish(self._answer_key(self.rank), word)
+                choice = self._follow(label)
+        except BaseException:
+            self._losses.count += 1
+            raise
+        self._losses_made_up = losses
+        return choice
 
     def _follow(self, label: str) -> _Word:
         deadline = time.monotonic() + self._timeout_seconds + _GRACE_SECONDS
@@ -428,25 +460,26 @@ def _first_failure(label: str, words: dict[int, _Word]) -> dict[str, Any] | None
 class _TorchStore:
     """torch.distributed's store as a `KeyValue`."""
 
-    def __init__(self, original: Any) -> None:
-        # Kept, because the leader's process may be the one that serves the store, as long as this object lives.
+    def __init__(self, original: Any, timeout_seconds: float = _DEFAULT_TIMEOUT_SECONDS) -> None:
         self._original = original
-        self._store = _cloned(original)
+        self._timeout_seconds = timeout_seconds
+        self._connection = Connection(original, timeout_seconds)
         self._compares = True
         self._warned = False
 
     def branch(self) -> _TorchStore:
-        return _TorchStore(self._original)
+        return _TorchStore(self._original, self._timeout_seconds)
 
     def set(self, key: str, value: bytes) -> None:
-        self._store.set(key, value)
+        self._connection.call("set", key, value)
 
     def get(self, key: str) -> bytes | None:
         # `get` alone would wait, and a wait that ends prints warnings and cannot be interrupted. To compare with what
         # no value is answers at once, in one message instead of two, and changes nothing.
+        call = self._connection.call
         if self._compares:
             try:
-                found = bytes(self._store.compare_set(key, _NO_VALUE, _NO_VALUE))
+                found = bytes(call("compare_set", key, _NO_VALUE, _NO_VALUE))
             except NotImplementedError:
                 self._compares = False
                 logger.info("this store of torch.distributed cannot compare: agreements take two messages for one")
@@ -455,7 +488,7 @@ class _TorchStore:
                 self._note_failure(error)
             else:
                 return None if found == _NO_VALUE.encode() else found
-        return bytes(self._store.get(key)) if self._store.check([key]) else None
+        return bytes(call("get", key)) if call("check", [key]) else None
 
     def _note_failure(self, error: RuntimeError) -> None:
         if not self._warned:
@@ -463,7 +496,7 @@ class _TorchStore:
             logger.warning("the store of torch.distributed failed once, and is asked again: %s", error)
 
     def delete(self, key: str) -> None:
-        self._store.delete_key(key)
+        self._connection.call("delete_key", key)
 
     def pause(self, seconds: float) -> None:
         # A short sleep takes several times as long as it says: the other ranks get the processor all the same.
@@ -473,7 +506,7 @@ class _TorchStore:
             time.sleep(seconds)
 
     def count(self, key: str) -> int:
-        return int(self._store.add(key, 1))
+        return int(self._connection.call("add", key, 1))
 
 
 def torch_ranks(process_group: Any = None, *, timeout_seconds: float) -> Ranks:
@@ -494,7 +527,7 @@ def torch_ranks(process_group: Any = None, *, timeout_seconds: float) -> Ranks:
     if size == 1:
         return Alone()
     name = f"holdfast/{'-'.join(map(str, members)) if size < dist.get_world_size() else 'all'}"
-    store = _TorchStore(_default_store())
+    store = _TorchStore(_default_store(), timeout_seconds)
     # Managers of the same ranks are told apart by the order in which they are made, which is the same on every rank.
     number = store.count(f"{name}/made/{rank}")
     return StoreRanks(store, rank, size, name=f"{name}/{number}", timeout_seconds=timeout_seconds)
@@ -504,19 +537,6 @@ def _default_store() -> Any:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
-
-
-def _cloned(store: Any) -> Any:
-    import torch.distributed as dist
-
-    try:
-        # A handle of its own: the original one is locked while the training itself waits on it.
-        return store.clone()
-    except (AttributeError, NotImplementedError, RuntimeError, dist.DistError) as error:
-        logger.info(
-            "the store of torch.distributed cannot be cloned, so agreements wait for its other users: %s", error
-        )
-        return store
 
 
 __all__ = ["Alone", "KeyValue", "Ranks", "StoreRanks", "on_leader", "together", "torch_ranks"]

@@ -50,6 +50,13 @@ class DictStore:
         time.sleep(seconds)
 
 
+class BranchingStore(DictStore):
+    """The same for several threads of a rank."""
+
+    def branch(self) -> BranchingStore:
+        return self
+
+
 def in_threads(
     n: int, function: Callable[[Ranks], Any], stores: Callable[[int], KeyValue], *, timeout_seconds: float = 20.0
 ) -> list[Any]:
@@ -456,6 +463,37 @@ def test_a_rank_that_comes_too_late_hears_that_it_failed_and_all_go_on() -> None
 
 
 @pytest.mark.guarantee("G5")
+@pytest.mark.parametrize("missed", [0, 1, 3])
+def test_a_rank_that_gave_the_leader_up_finds_the_round_in_which_the_leader_is_by_then(missed: int) -> None:
+    store, given_up = BranchingStore(), threading.Event()
+
+    def lead(ranks: Ranks) -> Any:
+        behind = ranks.branch("behind")
+        assert given_up.wait(30)
+        # All that belonged to the work that the other rank has given up.
+        assert on_leader(ranks, "first work", lambda: 1, returns=int) == 1
+        for number in range(missed):
+            with pytest.raises(RankError):
+                on_leader(ranks, f"part {number} of the first work", lambda: 2, returns=int)
+            with pytest.raises(RankError):
+                on_leader(behind, f"end {number} of the first work", lambda: 3, returns=int)
+        return [on_leader(one, "second work", lambda: 4, returns=int) for one in (ranks, behind, ranks)]
+
+    def follow(ranks: Ranks) -> Any:
+        behind = ranks.branch("behind")
+        with pytest.raises(RankError) as caught:
+            on_leader(ranks, "first work", lambda: 1, returns=int)
+        assert caught.value.ranks == (0,)
+        given_up.set()
+        return [on_leader(one, "second work", lambda: 4, returns=int) for one in (ranks, behind, ranks)]
+
+    outcomes = in_threads(
+        2, lambda ranks: follow(ranks) if ranks.rank else lead(ranks), lambda rank: store, timeout_seconds=2.0
+    )
+    assert outcomes == [[4, 4, 4]] * 2, outcomes
+
+
+@pytest.mark.guarantee("G5")
 @pytest.mark.parametrize("odd_one", range(3))
 def test_ranks_that_call_different_things_are_told_so_at_once(odd_one: int) -> None:
     def work(ranks: Ranks) -> Any:
@@ -559,9 +597,9 @@ def test_a_store_that_cannot_compare_is_asked_once_and_that_is_logged(caplog: py
 
 
 def test_a_store_that_is_gone_is_an_error_and_no_missing_value() -> None:
-    store = _TorchStore(FlakyStore([DistNetworkError("the connection was reset")]))
-    flaky: Any = store._store
+    flaky: Any = FlakyStore([DistNetworkError("the connection was reset")])
     flaky.check = lambda keys: fail(DistNetworkError("still"))
+    store = _TorchStore(flaky)
     with pytest.raises(DistNetworkError, match="still"):
         store.get("a")
 

@@ -1,0 +1,147 @@
+"""A connection to torch.distributed's store on which every call ends in bounded time. A store enters; its answers
+leave, or a `RankError` when the process that hosts the store does not answer. Knows nothing of what the ranks agree on.
+
+A TCPStore waits for the answer to a message without a time limit, so a host that is stopped or cut off would hold every
+rank that asks. The socket of the connection is given a limit instead, which costs nothing per call. A connection that
+has reached it is given up, because the late answer would be taken for that of the next call; another one is opened on a
+worker thread, which ends when the host answers again. Until then every call fails at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+import struct
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+from holdfast.errors import RankError
+
+logger = logging.getLogger("holdfast")
+
+__all__ = ["Connection"]
+
+# The longest limit that is given to a socket; more overflows in the kernel's units.
+_LONGEST_SECONDS = 1e6
+# A host that has just continued needs a moment to answer; a call waits that long for a connection, not for the limit.
+_RECOVERY_SECONDS = 1.0
+# A kernel's clock is coarser than Python's.
+_CLOCK_TOLERANCE = 0.95
+
+
+class Connection:
+    """A connection of its own to a store, for one thread at a time."""
+
+    def __init__(self, original: Any, timeout_seconds: float) -> None:
+        # Kept, because the leader's process may be the one that serves the store, as long as this object lives.
+        self._original = original
+        self._timeout_seconds = min(timeout_seconds, _LONGEST_SECONDS)
+        self._opening: _Opening | None = _Opening(original, self._timeout_seconds)
+        self._client: Any = None
+        self._take_opened(self._timeout_seconds)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the store. Raise a `RankError` when the host does not answer within the time limit, and at
+        once as long as it has not answered since."""
+        if self._client is None:
+            self._take_opened(min(_RECOVERY_SECONDS, self._timeout_seconds))
+        begin = time.monotonic()
+        try:
+            return getattr(self._client, method)(*arguments)
+        except RuntimeError as error:
+            if time.monotonic() - begin < self._timeout_seconds * _CLOCK_TOLERANCE:
+                raise
+            self._client, self._opening = None, _Opening(self._original, self._timeout_seconds)
+            raise self._no_answer() from error
+
+    def _take_opened(self, seconds: float) -> None:
+        opening = self._opening or _Opening(self._original, self._timeout_seconds)
+        self._opening = opening
+        if not opening.done.wait(seconds):
+            raise self._no_answer()
+        self._opening = None
+        if opening.error is not None:
+            raise opening.error
+        self._client = opening.client
+
+    def _no_answer(self) -> RankError:
+        return RankError(
+            f"the store of torch.distributed{_address(self._original)}, which {_host()} hosts, "
+            f"did not answer within {self._timeout_seconds:g} s",
+            ranks=[0],
+            timeout_seconds=self._timeout_seconds,
+            advice="look whether that process is stopped or its machine cut off; calls fail at once until it answers",
+        )
+
+
+class _Opening:
+    """A connection that is being opened on a worker thread: a host that is stopped accepts it and never answers."""
+
+    def __init__(self, original: Any, timeout_seconds: float) -> None:
+        self.done = threading.Event()
+        self.client: Any = None
+        self.error: Exception | None = None
+        self._original = original
+        self._timeout_seconds = timeout_seconds
+        threading.Thread(target=self._open, name="holdfast-connect", daemon=True).start()
+
+    def _open(self) -> None:
+        try:
+            self.client = _cloned(self._original)
+            if self.client is not self._original:
+                _limit(self.client, self._timeout_seconds)
+        except Exception as error:
+            self.error = error
+        finally:
+            self.done.set()
+
+
+def _cloned(store: Any) -> Any:
+    import torch.distributed as dist
+
+    try:
+        # A handle of its own: the original one is locked while the training itself waits on it.
+        return store.clone()
+    except (AttributeError, NotImplementedError, RuntimeError, dist.DistError) as error:
+        logger.info(
+            "the store of torch.distributed cannot be cloned, so agreements wait for its other users: %s", error
+        )
+        return store
+
+
+def _limit(client: Any, timeout_seconds: float) -> None:
+    """Bound every wait of a client, on its socket and in the store itself."""
+    import torch.distributed as dist
+
+    inner = getattr(client, "_underlying_non_prefix_store", client)
+    if not isinstance(inner, dist.TCPStore):
+        return
+    client.set_timeout(timedelta(seconds=timeout_seconds))
+    # torch names the descriptor here and nowhere else.
+    found = re.search(r"client=\w+\(\w+\(fd=(\d+),", repr(inner))
+    if found is None:
+        logger.warning(
+            "the socket of torch.distributed's store was not found: a process that hosts the store and is stopped "
+            "holds the other ranks for as long as it is stopped"
+        )
+        return
+    limit = struct.pack("ll", int(timeout_seconds), int(timeout_seconds % 1 * 1e6))
+    with socket.socket(fileno=os.dup(int(found.group(1)))) as handle:
+        handle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        handle.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+
+def _address(store: Any) -> str:
+    inner = getattr(store, "_underlying_non_prefix_store", store)
+    host, port = getattr(inner, "host", None), getattr(inner, "port", None)
+    return f" at {host}:{port}" if host and port else ""
+
+
+def _host() -> str:
+    """Return who hosts the store that `init_process_group` makes."""
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return "the agent of torchrun on the first node" if by_agent else "rank 0"
