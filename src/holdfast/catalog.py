@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import msgspec
 
@@ -75,6 +75,25 @@ logger = logging.getLogger("holdfast")
 # The record of a run is looked for again when another process creates or mends it at the same time: a file server may
 # remember for a while that it was not there.
 _RUN_PAUSES_SECONDS = (0.0, 0.0, 0.05, 0.2, 0.8, 3.2)
+
+
+class _UnreadHead:
+    """Stands for the head of a manifest that could not be read so far; reads it when anything else is asked for."""
+
+    def __init__(self, folder: str, step: int, sequence: int, size_bytes: int, read: Callable[[], Checkpoint]) -> None:
+        self.folder = folder
+        self.step = step
+        self.sequence = sequence
+        self.size_bytes = size_bytes
+        self._read = read
+
+    def opened(self) -> Manifest:
+        return self._read().manifest
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._read().head, name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -328,6 +347,20 @@ class Catalog:
             )
         checkpoint = self._known[identity] = Checkpoint(head, digest, self.storage)
         return checkpoint
+
+    def announced(self, folder: str, step: int, digest: str, *, sequence: int, size_bytes: int) -> Checkpoint:
+        """Return a checkpoint that another process has committed and that cannot be read here now. What is asked of it
+        beyond these values is read then, and raises as long as it cannot be."""
+        head = _UnreadHead(folder, step, sequence, size_bytes, partial(self._read_announced, folder, digest))
+        return Checkpoint(cast(ManifestHead, head), digest, self.storage)
+
+    def _read_announced(self, folder: str, digest: str) -> Checkpoint:
+        found = self.read(folder)
+        if found.digest != digest:
+            raise CorruptCheckpointError(
+                "this manifest is not the one that was committed", file=layout.key(folder, layout.MANIFEST)
+            )
+        return found
 
     def find(self, selector: Selector) -> Checkpoint:
         """The one checkpoint that a selector names. One that is not there is an error."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 from holdfast.background import PendingSave, Saved
 from holdfast.catalog import Catalog, Checkpoint
-from holdfast.errors import CheckpointNotFoundError, KeyMissingError, StorageError
+from holdfast.errors import CheckpointNotFoundError, HoldfastError, KeyMissingError
+
+logger = logging.getLogger("holdfast")
 
 __all__ = ["SaveHandle"]
 
@@ -33,17 +37,16 @@ class SaveHandle:
         return self._pending.done()
 
     def wait(self) -> Checkpoint:
-        """The committed checkpoint, as soon as it is; raises what failed."""
-        saved = self._pending.result()
-        if self._checkpoint is None:
-            self._checkpoint = self._read(saved)
-        return self._checkpoint
+        """The committed checkpoint, as soon as it is; raises what failed.
 
-    def _read(self, saved: Saved) -> Checkpoint:
+        The outcome is the same on every rank. On one that cannot read the manifest, `step`, `folder`, `path`, `digest`,
+        `sequence` and `size_bytes` are what the leader committed, and everything else is read when it is asked for.
+        """
+        saved = self._pending.result()
+        if self._checkpoint is not None:
+            return self._checkpoint
         try:
-            found = self._pending.checkpoint or self._catalog.read(saved.folder)
-            # One that was there before has what was said of it since, and by this save.
-            return self._catalog.annotated(found) if saved.skipped else found
+            self._checkpoint = self._read(saved)
         except KeyMissingError as error:
             raise CheckpointNotFoundError(
                 f"the checkpoint was committed in {saved.folder}, which was removed since",
@@ -51,10 +54,23 @@ class SaveHandle:
                 step=self.step,
                 advice="retention or another process removed it; save a step that keep= keeps, or tag it",
             ) from error
-        except StorageError as error:
-            raise error.changed(
-                problem=f"step {self.step} is committed in {saved.folder}, but cannot be read now: {error.problem}"
-            ) from error
+        except HoldfastError as error:
+            logger.warning(
+                "step %d is committed in %s, but this process cannot read its records now: %s",
+                self.step,
+                saved.folder,
+                error,
+            )
+            # Not kept: the next call tries again.
+            return self._catalog.announced(
+                saved.folder, self.step, saved.digest, sequence=saved.sequence, size_bytes=saved.size_bytes
+            )
+        return self._checkpoint
+
+    def _read(self, saved: Saved) -> Checkpoint:
+        found = self._pending.checkpoint or self._catalog.read(saved.folder)
+        # One that was there before has what was said of it since, and by this save.
+        return self._catalog.annotated(found) if saved.skipped else found
 
     def __repr__(self) -> str:
         if not self._pending.done():

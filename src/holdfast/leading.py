@@ -138,7 +138,8 @@ class Leader:
             return self._stop_for(differing)
         found = None if request.again else self._read_committed(request)
         if found is not None:
-            return SavePlan(found.folder, committed=True, digest=found.digest)
+            size_bytes, sequence = found.size_bytes, found.sequence
+            return SavePlan(found.folder, committed=True, digest=found.digest, size_bytes=size_bytes, sequence=sequence)
         self._briefs, self._frozen = briefs, [entry for brief in briefs for entry in brief.frozen]
         if not self._holds(briefs):
             return SavePlan()

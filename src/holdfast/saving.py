@@ -434,7 +434,7 @@ class Saver:
             if self._ranks.rank == 0:
                 logger.info("step %d is committed already, in %s: nothing is written", pending.step, decided.folder)
             # By the leader's word: retention may be removing it, and then not every rank could read it.
-            pending.succeed(Saved(decided.folder, decided.digest, skipped=True))
+            pending.succeed(Saved(decided.folder, decided.digest, True, decided.size_bytes, decided.sequence))
         elif self._mode == "sync" or decided.streamed:
             self._write_now(work, pending)
         else:

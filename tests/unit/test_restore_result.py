@@ -108,7 +108,9 @@ def test_a_run_that_is_not_there_cannot_be_examined_mended_or_unlocked(tmp_path:
 
 @pytest.mark.guarantee("G6")
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_committed_save_whose_manifest_cannot_be_read_again_says_that_it_is_committed(mode: Any) -> None:
+def test_a_committed_save_whose_manifest_cannot_be_read_again_is_committed_and_read_when_it_is_needed(
+    mode: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     class Locked(MemoryStorage):
         def put(self, key: str, data: bytes) -> None:
             super().put(key, data)
@@ -121,8 +123,16 @@ def test_a_committed_save_whose_manifest_cannot_be_read_again_says_that_it_is_co
 
     storage = Locked()
     with CheckpointManager("run", {"model": torch.nn.Linear(2, 2)}, storage=storage, mode=mode) as manager:
-        handle = manager.save(1)
-        with pytest.raises(StorageError, match="step 1 is committed in step-000000001, but cannot be read now"):
-            handle.wait()
+        handle = manager.save(1, metrics={"loss": 2.0})
+        committed = handle.wait()
+        assert "step 1 is committed in step-000000001, but this process cannot read its records now" in caplog.text
+        assert (committed.step, committed.folder, committed.sequence) == (1, "step-000000001", 1)
+        assert committed.size_bytes > 0
+        for name in ("metrics", "manifest", "created", "tags"):
+            with pytest.raises(StorageError, match="not permitted just now"):
+                getattr(committed, name)
         storage.locked = False
-        assert handle.wait().step == 1
+        assert handle.wait() == committed
+        assert dict(committed.metrics) == {"loss": 2.0}
+        assert committed.manifest == handle.wait().manifest
+        assert committed.size_bytes == handle.wait().size_bytes

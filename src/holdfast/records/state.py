@@ -174,10 +174,10 @@ class Brief(msgspec.Struct, frozen=True, array_like=True):
 class SavePlan(msgspec.Struct, frozen=True, array_like=True):
     """The leader's decision about one save.
 
-    When the step is `committed` already, with this `digest`, there is nothing to write. `number` is that of the plan to
-    follow; without `duties` it is the one that every rank has, and with neither the leader wants to see the
-    inventories. `streamed`: there is no room to stage, so the save is written from the tensors' own memory. `unheard`:
-    raise what failed before.
+    When the step is `committed` already there is nothing to write; `digest`, `size_bytes` and `sequence` are those of
+    its checkpoint, as the leader has read it. `number` is that of the plan to follow; without `duties` it is the one
+    that every rank has, and with neither the leader wants to see the inventories. `streamed`:
+    there is no room to stage, so the save is written from the tensors' own memory. `unheard`: raise what failed before.
     `lease` is the number under which the leader writes, `lease_token` the token of its claim, which no other run has.
     `ranks_here` has, with a new plan, for each rank how many of these ranks are on its machine.
 
@@ -201,6 +201,8 @@ class SavePlan(msgspec.Struct, frozen=True, array_like=True):
     differing: tuple[int, ...] = ()
     ranks_here: tuple[int, ...] = ()
     digest: str = ""
+    size_bytes: int = 0
+    sequence: int = 0
 
 
 class Receipt(msgspec.Struct, frozen=True, array_like=True):
