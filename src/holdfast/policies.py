@@ -206,7 +206,11 @@ class OnLastStep(Trigger):
 
 @dataclass(frozen=True, slots=True, repr=False, init=False)
 class OnSignal(Trigger):
-    """When one of these signals has come: save, and stop. `OnSignal("SIGTERM", "USR1", signal.SIGINT)`."""
+    """When one of these signals has come: save, and stop. `OnSignal("SIGTERM", "USR1", signal.SIGINT)`.
+
+    One that came to another rank than 0 is acted on no later than at the first `step` that rank 0 begins more than
+    0.1 s after that rank's own.
+    """
 
     names: tuple[str, ...]
 
