@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from holdfast.background import PendingSave
+from holdfast.background import PendingSave, as_save_error
 from holdfast.catalog import Catalog, Checkpoint, Scan, choose, choose_own
 from holdfast.errors import CheckpointNotFoundError, HoldfastError, SaveFailedError
 from holdfast.housekeeping import Housekeeper
@@ -153,8 +153,9 @@ class Reports:
             try:
                 said = dict(waiting.metrics)
                 self.write_now(step, said, waiting.folder)
-            except HoldfastError as error:
-                waiting.error = error
+            except Exception as error:
+                # Whatever it is, such as what a plug-in's storage raises: nobody else would raise it to the caller.
+                waiting.error = as_save_error(error, step)
             else:
                 waiting.error = None
                 self._forget(step, waiting, said)

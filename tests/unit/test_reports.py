@@ -21,8 +21,9 @@ _PATIENCE_SECONDS = 20.0
 class Stumbling(LocalStorage):
     """A disk that holds back every manifest until it may go on, and on which so many notes cannot be written."""
 
-    def __init__(self, root: Path, failures: int = 0) -> None:
+    def __init__(self, root: Path, failures: int = 0, error: Exception | None = None) -> None:
         super().__init__(root)
+        self.error = error or StorageError("no note for now", errno=errno.EIO)
         self.folder = root
         self.failures = failures
         self.tries = 0
@@ -37,7 +38,7 @@ class Stumbling(LocalStorage):
         if key.startswith("notes/"):
             self.tries += 1
             if self.tries <= self.failures:
-                raise StorageError("no note for now", errno=errno.EIO)
+                raise self.error
         super().put(key, data)
 
 
@@ -62,9 +63,12 @@ def test_a_note_that_fails_for_a_moment_is_tried_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.guarantee("G6")
+@pytest.mark.parametrize("error", [None, RuntimeError("no note for now"), OSError(5, "no note for now")], ids=repr)
 @pytest.mark.parametrize("call", ["save", "report", "wait", "poll", "step", "close"])
-def test_a_note_that_keeps_failing_is_raised_by_the_next_call(tmp_path: Path, call: str) -> None:
-    storage = Stumbling(tmp_path, failures=1000)
+def test_a_note_that_keeps_failing_is_raised_by_the_next_call(
+    tmp_path: Path, call: str, error: Exception | None
+) -> None:
+    storage = Stumbling(tmp_path, failures=1000, error=error)
     manager = opened(storage)
     reported_while_pending(manager, storage)
     manager.prune()  # returns when what was reported has been tried
