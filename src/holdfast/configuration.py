@@ -15,6 +15,7 @@ import reprlib
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
@@ -102,14 +103,14 @@ class CheckpointConfig:
         return cls(**data)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data that `from_dict` makes an equal config of, fields of a subclass included. A policy that no
-        plain data can say, such as two intervals of one kind, stays a policy."""
+        """Return plain data that `from_dict` makes an equal config of, fields of a subclass included. A policy of a
+        class of your own stays a policy, and so does a `TimeLimit` of another job's end."""
         data = {field.name: copy.deepcopy(getattr(self, field.name)) for field in fields(self) if field.init}
         data["run"] = None if self.run is None else os.fspath(self.run)
         data["links"] = self.links.template if isinstance(self.links, LinkTemplate) else self.links
         data["allowed_packages"] = None if self.allowed_packages is None else list(self.allowed_packages)
-        data["save"] = _plain_policy(self.save, _plain_trigger, SAVE_KEYS)
-        data["keep"] = _plain_policy(self.keep, _plain_keep, KEEP_KEYS)
+        data["save"] = _plain_policy(self.save, _plain_trigger, Trigger, SAVE_KEYS)
+        data["keep"] = _plain_policy(self.keep, _plain_keep, KeepPolicy, KEEP_KEYS)
         return data
 
     @classmethod
@@ -274,6 +275,8 @@ KEEP_KEYS = {
     "tagged": _Part(_BOOLEAN, lambda on: KeepTagged() if on else None),
     "all": _Part(_BOOLEAN, lambda on: KeepAll() if on else None),
 }
+# A text of seconds alone has nine digits at most.
+_DAYS_FROM_SECONDS = 10**9
 _RANKING = {"metric": _TEXT, "n": _COUNT, "mode": _one_of(("min", "max"))}
 _LIMIT = {"limit": _DURATION, "before_end": _DURATION}
 _PLACES = {"save": SAVE_KEYS, "keep": KEEP_KEYS}
@@ -283,8 +286,13 @@ def _policy(name: str, value: Any, kind: type, parts: Mapping[str, _Part]) -> An
     """The policy that plain data says; a policy, or nothing, as it is."""
     if value is None or isinstance(value, kind):
         return value
+    if isinstance(value, list | tuple):
+        several = [_policy(f"{name}[{index}]", inner, kind, parts) for index, inner in enumerate(value)]
+        return _joined(name, [policy for policy in several if policy is not None], parts)
     if not isinstance(value, Mapping):
-        raise UsageError(f"'{name}' takes a policy, or a mapping of {', '.join(parts)}, not {shown(value)}")
+        raise UsageError(
+            f"'{name}' takes a policy, a mapping of {', '.join(parts)}, or a list of these, not {shown(value)}"
+        )
     _check_keys(name, value, parts)
     built = [_built(f"{name}.{key}", parts[key], inner) for key, inner in value.items()]
     return _joined(name, [policy for policy in built if policy is not None], parts)
@@ -352,21 +360,30 @@ def _duration(value: str | datetime.time) -> str:
 # Plain data of policies
 
 
-def _plain_policy(policy: Any, spell: Callable[[Any], tuple[str, Any]], parts: Mapping[str, _Part]) -> Any:
-    """The plain data that makes this very policy; the policy itself where there is none."""
-    data: dict[str, Any] = {}
-    for part in () if policy is None else policy.parts():
-        key, value = spell(part)
-        if key == "best" and "best" in data:
-            data["best"] = [*(data["best"] if isinstance(data["best"], list) else [data["best"]]), value]
-        elif key in parts and key not in data:
-            data[key] = value
-        else:
-            return policy
+def _plain_policy(policy: Any, spell: Callable[[Any], tuple[str, Any]], kind: type, parts: Mapping[str, _Part]) -> Any:
+    """Return the plain data that makes this very policy: a mapping, or a list of mappings where one of them cannot hold
+    all parts in their order. The policy itself where a part is of a class of the caller's."""
     if policy is None:
         return None
-    built = functools.reduce(operator.or_, [_built(key, parts[key], value) for key, value in data.items()])
-    return data if built == policy else policy
+    spelled = [spell(part) for part in policy.parts()]
+    for data in (_as_mapping(spelled), [{key: value} for key, value in spelled]):
+        try:
+            if _policy("policy", data, kind, parts) == policy:
+                return data
+        except UsageError:
+            continue
+    return policy
+
+
+def _as_mapping(spelled: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return one mapping of all parts; of several with one key it has the last, except of rankings."""
+    data: dict[str, Any] = {}
+    for key, value in spelled:
+        if key == "best" and "best" in data:
+            data["best"] = [*(data["best"] if isinstance(data["best"], list) else [data["best"]]), value]
+        else:
+            data[key] = value
+    return data
 
 
 def _plain_trigger(trigger: Any) -> tuple[str, Any]:
@@ -381,9 +398,16 @@ def _plain_trigger(trigger: Any) -> tuple[str, Any]:
             return "on_last_step", trigger.total
         case TimeLimit():
             texts = {"limit": trigger.limit_seconds, "before_end": trigger.before_end_seconds}
-            whole = {name: f"{int(seconds)}s" for name, seconds in texts.items() if seconds is not None}
-            return "time_limit", whole
+            return "time_limit", {name: _in_seconds(value) for name, value in texts.items() if value is not None}
     return "", None
+
+
+def _in_seconds(seconds: float) -> str:
+    """Return a text that says a duration exactly."""
+    whole = int(seconds)
+    if whole != seconds:
+        return f"{Decimal(repr(seconds)):f}s"
+    return f"{whole}s" if whole < _DAYS_FROM_SECONDS else f"{whole // 86400}d{whole % 86400}s"
 
 
 def _plain_keep(policy: Any) -> tuple[str, Any]:

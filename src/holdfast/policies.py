@@ -54,7 +54,9 @@ _NUMBER = (int, float)
 _CAUGHT_BY_NOBODY = ("SIGKILL", "SIGSTOP")
 _USUAL_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
 _CLOCK = re.compile(r"(?:([0-9]{1,6})[-:])?([0-9]{1,9}):([0-5][0-9]):([0-5][0-9])", re.ASCII)
-_UNITS = re.compile(r"(?:([0-9]{1,9})d)?(?:([0-9]{1,9})h)?(?:([0-9]{1,9})m)?(?:([0-9]{1,9})s)?", re.ASCII)
+_UNITS = re.compile(
+    r"(?:([0-9]{1,9})d)?(?:([0-9]{1,9})h)?(?:([0-9]{1,9})m)?(?:([0-9]{1,9}(?:\.[0-9]{1,40})?)s)?", re.ASCII
+)
 
 
 # When to save
@@ -603,7 +605,7 @@ def _seconds(what: str, duration: object) -> float:
     return seconds
 
 
-def _spelled_seconds(text: str) -> int | None:
+def _spelled_seconds(text: str) -> float | None:
     clock = _CLOCK.fullmatch(text)
     # With days in front the hours are those of a day.
     if clock is not None and (clock[1] is None or int(clock[2]) < 24):
@@ -612,9 +614,10 @@ def _spelled_seconds(text: str) -> int | None:
     return None if units is None else _add_up(units.groups())
 
 
-def _add_up(parts: Sequence[str | None]) -> int:
-    days, hours, minutes, seconds = (int(part or 0) for part in parts)
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+def _add_up(parts: Sequence[str | None]) -> float:
+    days, hours, minutes = (int(part or 0) for part in parts[:-1])
+    seconds = parts[-1] or "0"
+    return ((days * 24 + hours) * 60 + minutes) * 60 + (float(seconds) if "." in seconds else int(seconds))
 
 
 def _duration(seconds: float) -> str | float:

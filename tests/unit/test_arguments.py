@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,10 +14,13 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import holdfast
 from holdfast import CheckpointConfig, LoadStrategy, TimeLimit
 from holdfast.errors import StateMismatchError, UsageError
+from holdfast.policies import Trigger, Wish
 
 
 def model(seed: int = 1) -> torch.nn.Module:
@@ -311,9 +316,64 @@ def test_a_config_as_a_dict_makes_the_same_config_again(data: dict[str, Any]) ->
     assert own.retries == {"a": 1}
 
 
-def test_policies_that_no_plain_data_can_say_stay_policies() -> None:
-    policy = holdfast.Every(steps=5) | holdfast.Every(steps=7)
-    config = CheckpointConfig(save=policy, keep=holdfast.KeepLast(2))
+_COUNTS = st.integers(1, 10**6)
+_MINUTES = st.floats(1e-3, 1e6)
+_DURATIONS = st.one_of(st.integers(1, 10**10), st.floats(1e-6, 1e8))
+_TRIGGERS = st.one_of(
+    st.builds(lambda n: holdfast.Every(steps=n), _COUNTS),
+    st.builds(lambda n: holdfast.Every(epochs=n), _COUNTS),
+    st.builds(lambda n: holdfast.Every(minutes=n), _MINUTES),
+    st.builds(lambda steps: holdfast.At(steps), st.lists(st.integers(0, 1000), min_size=1, max_size=4)),
+    st.builds(holdfast.OnLastStep, _COUNTS),
+    st.builds(
+        lambda names: holdfast.OnSignal(*names),
+        st.lists(st.sampled_from(["SIGTERM", "SIGUSR1", "SIGHUP"]), min_size=1, max_size=3),
+    ),
+    st.builds(lambda limit, end: holdfast.TimeLimit(limit, before_end=end), _DURATIONS, _DURATIONS),
+)
+_KEEPS = st.one_of(
+    st.builds(holdfast.KeepLast, _COUNTS),
+    st.builds(holdfast.KeepBest, st.sampled_from(["loss", "accuracy"]), _COUNTS, mode=st.sampled_from(["min", "max"])),
+    st.builds(lambda n: holdfast.KeepEvery(steps=n), _COUNTS),
+    st.builds(lambda n: holdfast.KeepEvery(minutes=n), _MINUTES),
+    st.builds(holdfast.KeepTagged),
+    st.builds(holdfast.KeepAll),
+)
+
+
+@given(
+    triggers=st.lists(_TRIGGERS, min_size=1, max_size=6),
+    keeps=st.lists(_KEEPS, min_size=1, max_size=6),
+)
+def test_every_combination_of_policies_is_plain_data_that_makes_it_again(triggers: list[Any], keeps: list[Any]) -> None:
+    save, keep = functools.reduce(operator.or_, triggers), functools.reduce(operator.or_, keeps)
+    config = CheckpointConfig(save=save, keep=keep)
+    again = CheckpointConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+    assert (again.save, again.keep) == (save, keep)
+
+
+def test_a_policy_that_fits_into_one_mapping_is_one() -> None:
+    save = holdfast.Every(steps=5) | holdfast.At(1)
+    assert CheckpointConfig(save=save).to_dict()["save"] == {"every_steps": 5, "at": [1]}
+    both = save | holdfast.Every(steps=7)
+    assert CheckpointConfig(save=both).to_dict()["save"] == [{"every_steps": 5}, {"at": [1]}, {"every_steps": 7}]
+
+
+def test_a_wrong_key_in_a_list_of_policies_is_named_with_its_place() -> None:
+    with pytest.raises(holdfast.UsageError, match=r"'save\[1\].every_step'.*did you mean 'save\[1\].every_steps'"):
+        CheckpointConfig.from_dict({"save": [{"every_steps": 5}, {"every_step": 7}]})
+    with pytest.raises(holdfast.UsageError, match="'save' has nothing in it"):
+        CheckpointConfig.from_dict({"save": []})
+
+
+class OwnTrigger(Trigger):
+    def wish(self, moment: Any) -> Wish:
+        return Wish(False, False, ())
+
+
+def test_a_policy_of_a_class_of_ones_own_stays_a_policy() -> None:
+    policy = holdfast.Every(steps=5) | OwnTrigger()
+    config = CheckpointConfig(save=policy)
     assert config.to_dict()["save"] is policy
     assert CheckpointConfig.from_dict(config.to_dict()) == config
 
@@ -348,3 +408,11 @@ def test_a_manager_refuses_a_path_with_a_nul_in_words(tmp_path: Path) -> None:
         for source in ("./a\0b", Path("a\0b")):
             with pytest.raises(UsageError, match="NUL"):
                 manager.restore(source)
+
+
+def test_a_time_limit_by_the_end_of_another_job_stays_a_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1700000000")
+    config = CheckpointConfig(save=holdfast.TimeLimit())
+    assert config.to_dict()["save"] == {"time_limit": {"before_end": "300s"}}
+    monkeypatch.delenv("SLURM_JOB_END_TIME")
+    assert config.to_dict()["save"] is config.save
