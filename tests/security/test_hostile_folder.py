@@ -1,4 +1,5 @@
-"""The current folder holds modules with the names of those that the writer process imports: none of them may run."""
+"""The current folder holds modules with the names of those that the writer process, the command line and the ranks of
+`run_ranks` import: none of them may run."""
 
 from __future__ import annotations
 
@@ -138,3 +139,72 @@ def test_the_writer_has_the_packages_of_its_trainer_even_where_they_lie_in_the_c
     assert ended.stdout.count(f"{tmp_path}/msgspec/") == 1, ended.stdout
     assert ended.stdout.count(f"{tmp_path}/blake3/") == 1, ended.stdout
     assert ended.stdout.count(".so") == 2, ended.stdout
+
+
+_BEFORE_THE_COMMAND = """
+import runpy, sys, holdfast
+print(" ".join(sorted({name.partition(".")[0] for name in sys.modules})))
+"""
+_OF_THE_COMMAND = """
+import sys, holdfast.cli
+print(" ".join(sorted({name.partition(".")[0] for name in sys.modules})))
+"""
+_WITH_RANKS = """
+import os, sys
+from holdfast.testing import run_ranks, values
+
+def work(rank):
+    import json, torch.distributed
+    return json.loads("[1]")[0] + rank, os.environ.get("PYTHONSAFEPATH"), os.getcwd()
+
+if __name__ == "__main__":
+    os.chdir(sys.argv[1])
+    before = dict(os.environ)
+    for backend in (None, "gloo"):
+        for value in values(run_ranks(2, work, backend=backend)):
+            print(value)
+    assert dict(os.environ) == before
+"""
+
+
+def modules_of(text: str) -> set[str]:
+    """The top-level modules that are imported after a text was run in an interpreter without a current folder."""
+    ended = subprocess.run([sys.executable, "-P", "-c", text], capture_output=True, text=True, check=True, timeout=60)
+    return {name for name in ended.stdout.split() if name.isidentifier()}
+
+
+def make_hostile(folder: Path, names: set[str]) -> Path:
+    """Put a module of each name into a folder; return the file that it writes to when it runs."""
+    folder.mkdir()
+    for name in names - {"__main__", "holdfast"}:
+        (folder / f"{name}.py").write_text(_HOSTILE.format(marker=str(folder / "ran")))
+    return folder / "ran"
+
+
+@pytest.mark.guarantee("G9")
+@pytest.mark.parametrize("options", [[], ["-P"]], ids=["as it comes", "-P"])
+def test_no_module_of_the_current_folder_runs_in_the_command_line_as_a_module(
+    options: list[str], tmp_path: Path
+) -> None:
+    # What Python itself imports for -m, and the package before its __main__, come from the folder unless -P is given.
+    names = modules_of(_OF_THE_COMMAND) - (set() if options else modules_of(_BEFORE_THE_COMMAND))
+    assert {"json", "msgspec", "typer"} <= names
+    marker = make_hostile(tmp_path / "hostile", names)
+    command = [sys.executable, *options, "-m", "holdfast", "ls", str(tmp_path / "run")]
+    ended = subprocess.run(command, cwd=tmp_path / "hostile", capture_output=True, text=True, timeout=60)
+    assert not marker.exists(), f"these ran: {marker.read_text().split()}\n{ended.stderr}"
+    assert ended.stderr == f"error: {tmp_path / 'run'} is not there; check the path\n"
+
+
+@pytest.mark.guarantee("G9")
+def test_no_module_of_the_current_folder_runs_in_the_ranks_of_run_ranks(imported: list[str], tmp_path: Path) -> None:
+    marker = make_hostile(tmp_path / "hostile", {*imported, "multiprocessing", "pickle", "torch", "numpy"})
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "training.py").write_text(_WITH_RANKS)
+    command = [sys.executable, "training.py", str(tmp_path / "hostile")]
+    ended = subprocess.run(command, cwd=home, capture_output=True, text=True, timeout=120)
+    assert not marker.exists(), f"these ran: {marker.read_text().split()}\n{ended.stderr}"
+    assert ended.returncode == 0, ended.stderr
+    folder = str(tmp_path / "hostile")
+    assert ended.stdout.splitlines() == [str((1 + rank, None, folder)) for rank in (0, 1, 0, 1)]

@@ -26,6 +26,7 @@ from typing import Any
 __all__ = ["Outcome", "run_ranks", "values"]
 
 _HOST = "127.0.0.1"
+_SAFE_PATH = "PYTHONSAFEPATH"
 # How long a process may take to be gone after it was killed; only a broken machine needs more.
 _REAP_SECONDS = 10.0
 
@@ -158,14 +159,34 @@ def _start(rank: int, n: int, environment: dict[str, str], backend: str | None, 
     threads = {"OMP_NUM_THREADS": "1"}
     process = context.Process(
         target=_be_rank,
-        args=(rank, {**environment, **own, **threads}, backend, call, answering),
+        args=(rank, {**environment, **own, **threads}, os.environ.get(_SAFE_PATH), backend, call, answering),
         name=f"rank-{rank}",
         daemon=False,
     )
-    process.start()
+    with _without_current_folder():
+        process.start()
     # Ours must go, or the pipe would never end when the rank is killed.
     answering.close()
     return _Rank(rank, process, answers)
+
+
+@contextmanager
+def _without_current_folder() -> Iterator[None]:
+    """Start interpreters without the current folder on their import path, which `python -c` puts first: a json.py there
+    would run in them before they have the path of this process. multiprocessing takes no options for them."""
+    before = os.environ.get(_SAFE_PATH)
+    os.environ[_SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        _restore_variable(before)
+
+
+def _restore_variable(value: str | None) -> None:
+    if value is None:
+        os.environ.pop(_SAFE_PATH, None)
+    else:
+        os.environ[_SAFE_PATH] = value
 
 
 def _wait_for_all(ranks: list[_Rank], deadline: float) -> None:
@@ -178,9 +199,18 @@ def _wait_for_all(ranks: list[_Rank], deadline: float) -> None:
             rank.take(ready)
 
 
-def _be_rank(rank: int, environment: dict[str, str], backend: str | None, call: bytes, answering: Connection) -> None:
+def _be_rank(
+    rank: int,
+    environment: dict[str, str],
+    safe_path: str | None,
+    backend: str | None,
+    call: bytes,
+    answering: Connection,
+) -> None:
     """The life of one rank. The function is unpickled here, after the environment is set: its module may look at it."""
     os.environ.update(environment)
+    # What the rank starts itself is started as the caller would start it.
+    _restore_variable(safe_path)
     try:
         answer = pickle.dumps((_call(rank, backend, call), None, ""))
     except BaseException as error:
