@@ -59,6 +59,7 @@ class Reports:
         self._catalog = catalog
         self._housekeeper = housekeeper
         self._waiting: dict[int, _Waiting] = {}
+        self._unseen: Exception | None = None
         self._lock = threading.Lock()
         self._pause = threading.Event()
 
@@ -77,12 +78,26 @@ class Reports:
 
     def settle(self) -> None:
         """Write what could not be written before. What still cannot is given up, and raised, once."""
+        self._settle_unseen()
         for step, waiting in list(self._waiting.items()):
             if waiting.error is not None:
                 self._write(step, pauses=())
                 if waiting.error is not None:
                     self._forget(step, waiting)
                     raise _not_written(step, waiting, waiting.error)
+
+    def _settle_unseen(self) -> None:
+        """Look again for the checkpoints of metrics that wait, where that failed. Raise, once, when it still does."""
+        if self._unseen is None:
+            return
+        self._write_committed()
+        error, self._unseen = self._unseen, None
+        if error is not None:
+            steps = ", ".join(map(str, self._waiting))
+            raise SaveFailedError(
+                f"the metrics reported of step {steps} are not written, because the run cannot be listed: {error}",
+                advice="they are tried again after the next save; report them again if there is none",
+            ) from error
 
     def end(self) -> HoldfastError | None:
         """Write for the last time what could not be written, and return the error when it still cannot. Log what was
@@ -138,7 +153,13 @@ class Reports:
             )
 
     def _write_committed(self) -> None:
-        scan = self._catalog.scan()
+        try:
+            scan = self._catalog.scan()
+        except Exception as error:
+            self._unseen = error
+            logger.warning("reported metrics wait, because the run cannot be listed: %s", error)
+            return
+        self._unseen = None
         for step, waiting in list(self._waiting.items()):
             if self._find(scan, step, waiting.folder) is not None:
                 self._write(step, pauses=_PAUSES_SECONDS)

@@ -127,3 +127,41 @@ def test_metrics_of_a_save_that_is_never_committed_are_named_at_the_end(
         with pytest.raises(holdfast.HoldfastError):
             manager.wait()
     assert [text for text in caplog.messages if "loss" in text and "step 1" in text and "were never written" in text]
+
+
+class HiddenOnceCommitted(Stumbling):
+    """The same, and the run cannot be listed from the next commit on, where that is asked for."""
+
+    hides = is_hidden = False
+
+    def put(self, key: str, data: bytes) -> None:
+        super().put(key, data)
+        self.is_hidden = self.is_hidden or (self.hides and key.endswith("manifest.json"))
+
+    def entries(self, folder: str) -> Any:
+        if self.is_hidden and not folder:
+            raise StorageError("not to be listed for now", errno=errno.EACCES)
+        return super().entries(folder)
+
+
+@pytest.mark.guarantee("G6")
+@pytest.mark.parametrize("call", ["wait", "close"])
+def test_metrics_whose_checkpoint_cannot_be_looked_for_are_raised_by_the_next_call(tmp_path: Path, call: str) -> None:
+    storage = HiddenOnceCommitted(tmp_path)
+    storage.refuses_manifests = True
+    manager = opened(storage)
+    reported_while_pending(manager, storage)
+    with pytest.raises(holdfast.HoldfastError):
+        manager.wait()
+    storage.refuses_manifests, storage.hides = False, True
+    handle = manager.save(1)
+    assert handle.wait().step == 1
+    # Both return only when the worker thread has tried it.
+    ask = manager.close if call == "close" else lambda: (manager._housekeeper.wait(), manager.wait())
+    with pytest.raises(holdfast.SaveFailedError, match=r"metrics reported of step 1 are not written.*not to be listed"):
+        ask()
+    storage.hides = storage.is_hidden = False
+    if call == "wait":
+        manager.save(2, wait=True)
+        manager.close()
+        assert holdfast.resolve(tmp_path, 1).metrics == {"loss": 0.25}
