@@ -757,8 +757,6 @@ class Life(RuleBasedStateMachine):
             return  # nothing was written, so nothing that was written before has become durable
         if kept.or_else and kept.said[:2] != kept.or_else[-1][:2]:
             raise Violation(f"a note on {kept} is lost: {kept.said}, not {kept.or_else[-1]}")
-        if not expected:
-            return  # nothing was written, so nothing was synced: an earlier note may still be lost with the power
         for other in self.known.values():
             other.or_else = ()
 
