@@ -37,6 +37,7 @@ from holdfast.identity import this_process
 from holdfast.records import layout
 from holdfast.records.attempts import AttemptRecord, encode_attempt, read_attempt
 from holdfast.records.codec import decode
+from holdfast.records.inline import tensor_of_text
 from holdfast.records.lineage import Lineage
 from holdfast.records.manifest import (
     FORMAT,
@@ -170,7 +171,7 @@ class Checkpoint:
     def extra(self) -> Mapping[str, Any]:
         """What the save said. How a plain state dict was laid out is noted beside it, and no user's."""
         said = {key: value for key, value in self.head.extra.items() if key != STATE_DICT_NOTE}
-        return self._each_decoded("extra", said, _tensor_in_place)
+        return self._each_decoded("extra", said, tensor_of_text)
 
     @property
     def config(self) -> Any:
@@ -222,13 +223,6 @@ class Checkpoint:
 
     def __hash__(self) -> int:
         return hash(self.digest)
-
-
-def _tensor_in_place(text: str) -> Any:
-    # Only who has such a tensor needs torch: the command line starts without.
-    from holdfast.tensors import tensor_of_text
-
-    return tensor_of_text(text)
 
 
 @dataclass(frozen=True, slots=True)

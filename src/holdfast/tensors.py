@@ -15,10 +15,10 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import UninitializedTensorMixin
 
-from holdfast.errors import CorruptCheckpointError, HoldfastError, StateMismatchError, UsageError
-from holdfast.records.boxes import MAX_DIMENSIONS, Box, Cut, strides_of, whole
+from holdfast.errors import HoldfastError, StateMismatchError, UsageError
+from holdfast.records.boxes import Box, Cut, strides_of, whole
 from holdfast.records.codec import Flattened, Subclass, encode, registered_tensor, subclass_of
-from holdfast.records.dtypes import ELEMENT_TYPES, MAX_TENSOR_BYTES, element_type
+from holdfast.records.dtypes import ELEMENT_TYPES
 from holdfast.records.files import HostMemory, Pieces
 from holdfast.records.manifest import MeshRecord
 
@@ -34,7 +34,7 @@ MAX_INLINE_BYTES = 1 << 20
 
 
 def inline_text(path: str, tensor: torch.Tensor) -> str:
-    """Return a small tensor as a text that holds all of it: `data:DTYPE:SHAPE:BASE64`."""
+    """Return a small tensor as a text that holds all of it: `data:DTYPE:SHAPE:BASE64`. `tensor_of_text` reads it."""
     check_storable(tensor, component="", leaf=path)
     if isinstance(tensor, DTensor) or tensor.nbytes > MAX_INLINE_BYTES:
         what = "a DTensor" if isinstance(tensor, DTensor) else f"a tensor of {tensor.nbytes:,} bytes"
@@ -46,27 +46,6 @@ def inline_text(path: str, tensor: torch.Tensor) -> str:
     dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     shape = ",".join(map(str, dense.shape))
     return f"data:{dtype_name(dense)}:{shape}:{base64.b64encode(bytes(memory_of(dense))).decode()}"
-
-
-def tensor_of_text(text: str) -> torch.Tensor:
-    """Return the tensor that `inline_text` wrote down. Any other text is a CorruptCheckpointError; an element type that
-    is not known is not damage, and refused by its name."""
-    try:
-        front, dtype, shape, data = text.split(":")
-        sizes = [int(size) for size in shape.split(",") if size]
-        raw = bytearray(base64.b64decode(data, validate=True))
-        item_bytes = element_type(dtype).item_bytes
-        # An empty tensor can have any sizes beside its zero, and torch counts its strides in 64 bits.
-        largest = math.prod(max(size, 1) for size in sizes) * item_bytes
-        if front != "data" or len(sizes) > MAX_DIMENSIONS or min(sizes, default=0) < 0 or largest > MAX_TENSOR_BYTES:
-            raise ValueError(f"no tensor has the shape {sizes}"[:200])
-        if len(raw) != math.prod(sizes) * item_bytes:
-            raise ValueError(f"{len(raw)} bytes for {dtype} {sizes}")
-    except ValueError as error:
-        raise CorruptCheckpointError(f"not a tensor that is stored in place: {text[:80]!r} ({error})") from None
-    if not raw:
-        return torch.empty(sizes, dtype=torch_dtype(dtype))
-    return torch.frombuffer(raw, dtype=torch.uint8).view(torch_dtype(dtype)).reshape(sizes).clone()
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -24,7 +24,7 @@ TIERS = [
     {"catalog", "frozen", "live", "recall", "loaders", "naming", "components", "tensors", "ring", "shadows"},
     {"lease"},
     {"storage", "ranks", "policies", "signals", "identity", "digesting", "memory", "arena", "moving", "room"}
-    | {"progress", "worker"},
+    | {"progress", "worker", "connection"},
     {"records"},
     {"errors", "_version"},
 ]

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from holdfast.errors import CorruptCheckpointError, UnsupportedFormatError
-from holdfast.tensors import inline_text, tensor_of_text
+from holdfast.records.inline import tensor_of_text
+from holdfast.tensors import inline_text
 
 LARGE = 2**62
 
