@@ -1,4 +1,4 @@
-"""Rows in columns. Texts enter, a renderable leaves that looks as rich's own table does. Knows no checkpoints.
+"""Rows in columns, and many lines: texts enter, renderables leave that look as rich's own do. Knows no checkpoints.
 
 Rich's takes seconds for thousands of rows, nearly all of them on cells that fit where they stand.
 """
@@ -12,7 +12,9 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.segment import Segment
 from rich.text import Text
 
-__all__ = ["Columns"]
+from holdfast.cli.output import visible
+
+__all__ = ["Columns", "Lines"]
 
 _GAP = 2
 
@@ -36,6 +38,18 @@ class Columns:
         yield from _rendered(console, self._heads, places, at_bottom=True)
         for row in self.rows:
             yield from _rendered(console, row, places)
+
+
+class Lines:
+    """Lines of plain text, of which rich makes one print: one print for each line looks up the terminal each time."""
+
+    def __init__(self, lines: Iterable[str]) -> None:
+        self._lines = lines
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in self._lines:
+            yield Segment(visible(line))
+            yield Segment.line()
 
 
 # How wide a column is, how much of that is the gap behind it, and whether its texts stand at the right.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from json import dumps
@@ -14,7 +15,7 @@ from rich.table import Table
 from typer.core import TyperCommand
 
 from holdfast.catalog import Checkpoint
-from holdfast.cli.columns import Columns
+from holdfast.cli.columns import Columns, Lines
 from holdfast.cli.ls import metrics_of
 from holdfast.cli.output import SOUND, cell, count_text, cut, print_json, size_text, stdout
 from holdfast.cli.sources import find, local_time, open_source, print_passed_over
@@ -105,18 +106,13 @@ def _matching(manifest: Manifest, glob: str) -> list[TensorRecord]:
 
 def _components(manifest: Manifest) -> list[_Component]:
     """Each component with what it has. A leaf's name starts with its component's, up to the first '.' or '@'."""
-    sizes: dict[str, list[int]] = {tree.component: [] for tree in manifest.trees}
+    scopes = Counter(tree.component for tree in manifest.trees)
+    sizes: dict[str, list[int]] = {name: [] for name in scopes}
     for tensor in manifest.tensors:
         sizes.setdefault(re.split("[.@]", tensor.name, maxsplit=1)[0], []).append(tensor.size_bytes)
     kinds = {tree.component: tree.kind for tree in manifest.trees}
     return [
-        _Component(
-            name,
-            kinds.get(name, ""),
-            sum(tree.component == name for tree in manifest.trees),
-            len(tensor_sizes),
-            sum(tensor_sizes),
-        )
+        _Component(name, kinds.get(name, ""), scopes[name], len(tensor_sizes), sum(tensor_sizes))
         for name, tensor_sizes in sizes.items()
     ]
 
@@ -211,8 +207,7 @@ def _print_values(console: Console, title: str, value: Json) -> None:
         return
     console.print()
     console.print(cell(title, "bold"))
-    for line in outline(value, 1):
-        console.print(cell(line), soft_wrap=True)
+    console.print(Lines(outline(value, 1)), soft_wrap=True)
 
 
 def outline(value: Json, depth: int = 0) -> Iterator[str]:

@@ -18,6 +18,7 @@ import numpy
 import pytest
 import torch
 from rich.console import Console
+from tests.counting import calls
 from typer.testing import CliRunner
 
 import holdfast
@@ -299,6 +300,29 @@ def test_show_and_verify_say_which_folders_latest_passed_over(run: Path) -> None
         assert result.exit_code == 0
         assert "note: step-000000030 is passed over: it is no manifest" in result.stderr
         assert "step-000000020" in result.stdout
+
+
+def test_show_takes_a_few_calls_for_each_metric(tmp_path: Path) -> None:
+    def work(count: int) -> int:
+        run = tmp_path / f"run-{count}"
+        with holdfast.CheckpointManager(run, {"model": torch.nn.Linear(1, 1)}) as manager:
+            manager.save(1, metrics={f"metric/{number}": float(number) for number in range(count)})
+        return calls(call, "show", run)
+
+    work(1)  # the modules that the first call imports
+    assert work(2000) - work(1000) < 1000 * 40
+
+
+def test_show_counts_the_scopes_of_each_component_in_one_pass(tmp_path: Path) -> None:
+    def work(count: int) -> int:
+        parts = {f"part-{number}": torch.nn.Linear(1, 1) for number in range(count)}
+        with holdfast.CheckpointManager(tmp_path / f"run-{count}", parts) as manager:
+            manager.save(1)
+        return calls(call, "show", tmp_path / f"run-{count}")
+
+    work(2)  # what is imported and made once
+    few, many, more = work(1), work(100), work(200)
+    assert more - many < 1.2 * (many - few)
 
 
 def test_nested_values_become_indented_lines() -> None:

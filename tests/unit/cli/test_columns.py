@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import sys
-from collections.abc import Callable
 from typing import Any
 
 from hypothesis import example, given, settings
@@ -14,6 +12,7 @@ from rich.segment import Segment
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
+from tests.counting import calls
 
 from holdfast.cli.columns import Columns
 
@@ -75,19 +74,3 @@ def test_a_row_takes_a_fraction_of_the_work_that_it_takes_in_richs() -> None:
     for width, fraction in ((120, 10), (40, 3)):  # where all fit, and where two columns of each row fold
         ours, richs = (calls(rendered, made([row] * 50), width) for made in (by_us, by_rich))
         assert ours * fraction < richs
-
-
-def calls(work: Callable[..., object], *arguments: Any) -> int:
-    """How many calls of Python functions it takes: unlike seconds they are the same each time."""
-    count = 0
-
-    def note(frame: object, event: str, argument: object) -> None:
-        nonlocal count
-        count += event == "call"
-
-    sys.setprofile(note)
-    try:
-        work(*arguments)
-    finally:
-        sys.setprofile(None)
-    return count
