@@ -48,8 +48,13 @@ def carry(
     Every rank has the trees that all ranks share, with the tensors that fall to it, and the trees of its own scope.
     """
     manifest = checkpoint.manifest
-    trees = [tree for tree in manifest.trees if tree.component in components and _falls_to(tree, rank, size)]
-    leaves = _share_out(manifest.tensors, manifest.trees, components, size)[rank]
+    wanted = set(components)
+    every = [tree for tree in manifest.trees if tree.component in wanted]
+    trees = [tree for tree in every if _falls_to(tree, rank, size)]
+    leaves = _share_out(manifest.tensors, every, size)[rank]
+    leaves_of: dict[str, list[TensorRecord]] = {tree.name: [] for tree in trees}
+    for leaf in leaves:
+        leaves_of[_tree_of(leaf)].append(leaf)
     tensors = _read_tensors(checkpoint, leaves, checked=checked, readers=size)
     values = {
         file: _parse(read_values(checkpoint, file, checked=checked), file) for file in {tree.file for tree in trees}
@@ -59,7 +64,7 @@ def carry(
     for tree in trees:
         if tree.name not in values[tree.file]:
             raise CorruptCheckpointError(f"the file has no values of '{tree.name}'", file=tree.file)
-        own = {leaf.name[len(tree.name) + 1 :]: leaf for leaf in leaves if _tree_of(leaf) == tree.name}
+        own = {leaf.name[len(tree.name) + 1 :]: leaf for leaf in leaves_of[tree.name]}
         held = {path: tensors[leaf.name] for path, leaf in own.items()}
         kind: Any = tree.kind
         text: Any = values[tree.file][tree.name]
@@ -85,11 +90,9 @@ def _tree_of(leaf: TensorRecord) -> str:
     return leaf.name.partition(".")[0]
 
 
-def _share_out(
-    leaves: Sequence[TensorRecord], trees: Sequence[TreeRecord], components: Sequence[str], size: int
-) -> list[list[TensorRecord]]:
-    """Give each leaf, whole, to one rank: a rank's own state to it, every other leaf to the rank with the least."""
-    scopes = {tree.name: tree.scope for tree in trees if tree.component in components}
+def _share_out(leaves: Sequence[TensorRecord], trees: Sequence[TreeRecord], size: int) -> list[list[TensorRecord]]:
+    """Give each leaf of the trees, whole, to one rank: a rank's own state to it, others to the rank with the least."""
+    scopes = {tree.name: tree.scope for tree in trees}
     load = [0] * size
     shares: list[list[TensorRecord]] = [[] for _ in range(size)]
     for leaf in leaves:

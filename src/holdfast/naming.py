@@ -258,9 +258,11 @@ def cuts_of(name: str, components: Mapping[str, Any]) -> Mapping[str, Cut]:
         return {}
     if isinstance(component, Sharded):
         return dict(_declared_cuts(name, component))
-    models = {key: one for key, one in components.items() if isinstance(one, Sharded)}
     optimizer = unwrap(component)
-    if not models or not isinstance(optimizer, torch.optim.Optimizer):
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return {}
+    models = {key: one for key, one in components.items() if isinstance(one, Sharded)}
+    if not models:
         return {}
     cuts: dict[int, Cut] = {}
     for key, model in models.items():

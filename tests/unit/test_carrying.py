@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.carrying import carry
+from tests.counting import calls
 
 
 class Holder:
@@ -214,3 +216,28 @@ def test_a_carried_state_that_is_damaged_fails_the_save_and_never_goes_missing(r
         tensors.write_bytes(data)
         checkpoint = manager.save(3).wait()
     assert of_component(checkpoint, "counts")[0]
+
+
+class CountedName(str):
+    """A name that is compared and hashed by Python functions, so that `calls` counts it."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, other)
+
+    def __hash__(self) -> int:
+        return str.__hash__(self)
+
+
+def test_twice_as_many_components_are_twice_the_work_to_carry(tmp_path: Path) -> None:
+    def work(count: int) -> int:
+        parts = {f"part-{number}": Holder(table=torch.ones(1)) for number in range(count)}
+        with holdfast.CheckpointManager(tmp_path / f"run-{count}", parts, rng=False) as manager:
+            checkpoint = manager.save(1).wait()
+        names = [CountedName(name) for name in parts]
+        return calls(lambda: carry(checkpoint, names, rank=0, size=1, checked=True))
+
+    work(2)  # what is imported and made once
+    few, many, more = work(1), work(100), work(200)
+    assert more - many < 1.2 * (many - few)

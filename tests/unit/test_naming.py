@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from holdfast import CheckpointManager
 from holdfast.errors import UsageError
-from holdfast.naming import optimizer_names, parameter_names
+from holdfast.naming import cuts_of, optimizer_names, parameter_names
 from holdfast.testing import MemoryStorage
 
 
@@ -163,3 +163,22 @@ def test_a_part_that_takes_the_place_of_another_is_noticed_though_the_parts_are_
     before = parameter_names(model)
     model.second = model.third
     assert parameter_names(model) == names_from_scratch(model) != before
+
+
+class Watched(dict[str, Any]):
+    """Components that count how often all of them are gone through."""
+
+    passes = 0
+
+    def items(self) -> Any:
+        self.passes += 1
+        return super().items()
+
+
+def test_the_shards_of_a_component_that_is_no_optimizer_are_found_without_a_pass_over_all_components() -> None:
+    model = nn.Linear(2, 2)
+    components = Watched(model=model, optimizer=torch.optim.SGD(model.parameters()))
+    assert cuts_of("model", components) == {}
+    assert components.passes == 0
+    assert cuts_of("optimizer", components) == {}
+    assert components.passes == 1
