@@ -17,7 +17,7 @@ from tests.distributed import exact_trainings as trainings
 def difference(train: Callable[..., Any], *, ranks: int = 1) -> str:
     """What the check says of a training that is stopped after two of five steps."""
     with pytest.raises(AssertionError) as caught:
-        assert_exact_resume(train, until=5, stops=[2], ranks=ranks)
+        assert_exact_resume(train, until=5, stops=[2], ranks=ranks, start="forkserver")
     return str(caught.value)
 
 
@@ -67,7 +67,7 @@ def test_a_training_that_skips_a_step_is_noticed() -> None:
 
 
 def test_ranks_resume_exactly_and_a_rank_that_does_not_is_named() -> None:
-    assert_exact_resume(trainings.train_on_ranks, until=4, stops=[2], ranks=2)
+    assert_exact_resume(trainings.train_on_ranks, until=4, stops=[2], ranks=2, start="forkserver")
     text = difference(trainings.train_on_ranks_without_random_state, ranks=2)
     assert "after the stop at step 1, step 2 differs first" in text
     assert "component 'model': tensor 'model.0.bias'" in text
@@ -82,11 +82,12 @@ def test_ranks_resume_exactly_and_a_rank_that_does_not_is_named() -> None:
         ({"stops": [3, 2]}, "grow"),
         ({"stops": [5]}, "below until"),
         ({"ranks": 0}, "ranks=0"),
+        ({"start": "fork"}, "start='fork'"),
         ({"train": lambda run, until: None}, "top level of a module"),
         ({"train": trainings.train_and_save_nothing}, "saved no checkpoint"),
     ],
 )
 def test_what_cannot_be_checked_is_a_usage_error(changed: dict[str, Any], words: str) -> None:
-    arguments = {"train": trainings.train_exactly, "until": 5, "stops": [2], **changed}
+    arguments = {"train": trainings.train_exactly, "until": 5, "stops": [2], "start": "forkserver", **changed}
     with pytest.raises(UsageError, match=words):
         assert_exact_resume(arguments.pop("train"), **arguments)
