@@ -942,7 +942,8 @@ def test_a_tagged_checkpoint_stays_until_the_tag_is_taken_back(tmp_path: Path, m
 
 
 class Halting(LocalStorage):
-    """A disk that stands still in the middle of the removal of step 1 until it may go on."""
+    """A disk that stands still in the middle of the removal of step 1, until it may go on or a second is over: what is
+    said meanwhile waits for the removal."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -951,7 +952,7 @@ class Halting(LocalStorage):
     def delete(self, key: str) -> None:
         if key.startswith("step-000000001/"):
             self.halted.set()
-            self.may_go_on.wait(20)
+            self.may_go_on.wait(1)
         super().delete(key)
 
 
