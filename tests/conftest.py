@@ -1,0 +1,21 @@
+"""Make every start of the suite alike: from a terminal, in the background, with one worker or several."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+
+def pytest_configure() -> None:
+    """Let SIGINT interrupt the processes that tests start.
+
+    A shell that runs a job in the background makes it ignore SIGINT, and every process that it starts inherits that.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the many short files last: a worker that gets a long one at the end leaves the others without work."""
+    items.sort(key=lambda item: "unit" in item.path.parts)
