@@ -22,7 +22,7 @@ from tests.unit.test_odd_modules import Metric, renamed, tower
 from tests.unit.test_odd_optimizers import Lookahead
 from tests.unit.test_subclasses import Optimizer8, Registered, Scaled, model_with
 
-TIMEOUT_SECONDS = 20.0
+TIMEOUT_SECONDS = 60.0
 
 
 def manager_of(run: Path, state: dict[str, Any], mode: Any = "sync") -> holdfast.CheckpointManager:

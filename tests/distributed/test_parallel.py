@@ -21,7 +21,7 @@ from holdfast.errors import StateMismatchError, UsageError
 from holdfast.testing import run_ranks, values
 from tests.distributed.scenes import Holder, Play, bits, caught, hash_tree, meet, run_scenes, the_same_error, trees
 
-TIMEOUT_SECONDS = 10.0
+TIMEOUT_SECONDS = 60.0
 
 
 def manager_of(run: Path, state: dict[str, Any], **options: Any) -> holdfast.CheckpointManager:

@@ -44,7 +44,7 @@ def in_thread(work: Callable[[], Any]) -> Any:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(60)
     return raised[0]
 
 

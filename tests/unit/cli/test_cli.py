@@ -671,8 +671,8 @@ def test_no_command_imports_torch_or_numpy(run: Path, words: tuple[str, ...]) ->
 
 def test_importing_holdfast_is_quick_and_brings_no_torch() -> None:
     program = (
-        "import sys, time; start = time.perf_counter(); import holdfast; "
-        "print(time.perf_counter() - start, 'torch' in sys.modules, 'numpy' in sys.modules)"
+        "import sys, time; start = time.process_time(); import holdfast; "
+        "print(time.process_time() - start, 'torch' in sys.modules, 'numpy' in sys.modules)"
     )
     took = []
     for _ in range(3):
@@ -680,5 +680,5 @@ def test_importing_holdfast_is_quick_and_brings_no_torch() -> None:
         seconds, *imported = result.stdout.split()
         assert imported == ["False", "False"]
         took.append(float(seconds))
-    # The best of three: the machine may be busy, the import is not.
+    # The best of three: also processor time grows a little where the machine is busy.
     assert min(took) < 0.15

@@ -173,8 +173,8 @@ def test_thousands_of_shards_are_compared_in_no_time_along_any_dimension(dimensi
     offsets = ([number if other == dimension else 0 for other in range(3)] for number in range(4096))
     boxes = [Box(tuple(offset), tuple(cut)) for offset in offsets]
     grid = [Box((x, y), (1, 1)) for x, y in itertools.product(range(64), range(64))]
-    begin = time.perf_counter()
+    begin = time.process_time()
     assert cover_exactly(boxes, tuple(sizes)) is None
     assert cover_exactly(grid, (64, 64)) is None
     # Comparing each with each takes a minute; this takes some hundredths of a second.
-    assert time.perf_counter() - begin < 5
+    assert time.process_time() - begin < 5

@@ -461,10 +461,10 @@ def test_a_million_levels_are_refused_and_take_no_more_memory_than_their_bytes(o
 @pytest.mark.parametrize("field", ["sizes", "offsets"])
 def test_a_chunk_with_a_hundred_thousand_dimensions_is_refused_before_they_are_multiplied(field: str) -> None:
     data = forged(at("tensors", 0, "chunks", 0, field, to=[2**62] * 100_000))
-    begin = time.perf_counter()
+    begin = time.process_time()
     with pytest.raises(CorruptCheckpointError):
         decode_manifest(data)
-    assert time.perf_counter() - begin < 5
+    assert time.process_time() - begin < 5
 
 
 @pytest.mark.guarantee("G9")

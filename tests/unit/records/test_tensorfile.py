@@ -183,11 +183,11 @@ def test_a_header_is_not_believed_about_a_file_that_is_shorter() -> None:
 def test_a_megabyte_of_sizes_is_refused_before_it_is_multiplied() -> None:
     sizes = b"9223372036854775807," * 50_000
     header = headed(b'{"a":{"dtype":"F32","shape":[' + sizes + b'1],"data_offsets":[0,4]}}')
-    begin = time.perf_counter()
+    begin = time.process_time()
     with pytest.raises(CorruptCheckpointError):
         parse_header(header, len(header) + 4)
     # Their product has three million bits and took 18 s.
-    assert time.perf_counter() - begin < 5
+    assert time.process_time() - begin < 5
 
 
 @pytest.mark.guarantee("G9")

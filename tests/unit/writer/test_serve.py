@@ -60,7 +60,7 @@ def talk() -> Iterator[Talk]:
     made = Talk()
     yield made
     made.line.close()
-    made.thread.join(20)
+    made.thread.join(60)
     assert not made.thread.is_alive(), "it ends with its line"
 
 
@@ -104,7 +104,7 @@ def test_orders_that_make_no_sense_are_answered_and_the_next_one_is_heard(talk: 
 
 def test_a_writer_that_is_told_to_leave_ends(talk: Talk) -> None:
     talk.line.send(Leave())
-    talk.thread.join(20)
+    talk.thread.join(60)
     assert not talk.thread.is_alive()
 
 
@@ -166,7 +166,7 @@ def test_a_momentary_error_while_the_receipts_are_read_costs_no_save(failures: l
     assert storage.failures == []
     for talk, arena in zip((leader, follower), arenas, strict=True):
         talk.line.close()
-        talk.thread.join(20)
+        talk.thread.join(60)
         arena.close()
 
 
@@ -181,5 +181,5 @@ def test_an_error_that_does_not_pass_ends_the_wait_for_receipts_with_that_error(
     assert "ESTALE" in str(answer.error)
     storage.failures = []
     leader.line.close()
-    leader.thread.join(20)
+    leader.thread.join(60)
     arena.close()
