@@ -1,11 +1,11 @@
-# `make demo` shows it, `make test` proves it; both set up .venv themselves.
+# `make demo` shows it, `make check` is for every change, `make test` proves it; each sets up .venv itself.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 BENCH := $(VENV)/.bench
 
-.PHONY: demo test lint types unit images bench clean
+.PHONY: demo check test lint types unit fast images bench clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -16,6 +16,8 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
+check: lint types fast
+
 test: lint types unit
 
 lint: $(READY)
@@ -25,8 +27,14 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
+# Whole files go to a worker, for their fixtures, in the order of tests/conftest.py: the short ones last.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 unit: $(READY) images
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(PYTEST)
+
+fast: $(READY)
+	$(PYTEST) -m 'not slow' tests/unit
 
 # The power cuts under real file systems need these two of Debian. Without them, or without root, they are skipped.
 images:

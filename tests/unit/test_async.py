@@ -26,6 +26,8 @@ from holdfast.records.images import Committed
 from holdfast.testing import MemoryStorage, SlowStorage
 from holdfast.writer.client import Writer
 
+pytestmark = pytest.mark.slow
+
 
 class Holder:
     """Some tensors and a value, as a component."""
@@ -53,7 +55,7 @@ def restored(run: Any, step: int, *like: torch.Tensor) -> Holder:
     return holder
 
 
-def wait_for(condition: Any, seconds: float = 30.0) -> None:
+def wait_for(condition: Any, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come to be"

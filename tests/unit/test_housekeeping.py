@@ -521,12 +521,12 @@ def test_a_rollback_while_others_are_being_removed_keeps_what_it_went_back_to() 
 
     storage.before, storage.do = "list readers", after_sweep
     manager.save(2)
-    assert planned.wait(5)
+    assert planned.wait(60)
     going_back = threading.Thread(target=lambda: manager.restore(1))
     going_back.start()
     going_back.join(1)  # it may have to wait for the housework, and then finds what is there
     restored.set()
-    going_back.join(10)
+    going_back.join(60)
     manager._housekeeper.wait()
     assert manager.save(3).wait().parent in {found.digest for found in manager.checkpoints()} | {None}
     manager._housekeeper.wait()
@@ -763,6 +763,7 @@ def wrong_after_a_crash(storage: Any) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.guarantee("G1")
 @pytest.mark.guarantee("G4")
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
@@ -781,6 +782,7 @@ def test_a_crash_at_any_operation_of_a_prune_leaves_what_the_next_writer_finishe
     assert point > 8
 
 
+@pytest.mark.slow
 @pytest.mark.guarantee("G1")
 @pytest.mark.guarantee("G4")
 def test_a_power_cut_at_any_call_of_a_prune_leaves_what_the_next_writer_finishes(tmp_path: Path) -> None:

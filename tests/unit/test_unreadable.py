@@ -24,6 +24,8 @@ from holdfast.records import layout
 from holdfast.storage.local import LocalStorage
 from holdfast.testing import FlakyStorage, MemoryStorage
 
+pytestmark = pytest.mark.slow
+
 NEWEST = "step-000000003/manifest.json"
 READS = ("open", "read", "entries", "read_into")
 

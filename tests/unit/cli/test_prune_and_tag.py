@@ -26,6 +26,8 @@ from holdfast.lease import reading
 from holdfast.records.manifest import decode_manifest, encode_manifest
 from holdfast.storage.local import LocalStorage
 
+pytestmark = pytest.mark.slow
+
 # Clears the screen, sets the title, rings, recolours (also with a C1 byte), goes back, forges a line, turns the text.
 HOSTILE = "\x1b[2J\x1b]0;pwned\x07[red]x[/red]\r\nfreed 9 TiB\x9b31m\u202eevil"
 LOSSES = {10: 0.5, 20: 0.1, 30: 0.4, 40: 0.2, 50: 0.3}
