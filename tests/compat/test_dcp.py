@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 import holdfast
 from holdfast import CorruptCheckpointError, HoldfastReader, HoldfastWriter, UsageError
-from holdfast.testing import run_ranks, values
+from holdfast.testing import values
+from tests.ranks import run_ranks
 
 
 @pytest.fixture(autouse=True)

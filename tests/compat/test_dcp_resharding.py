@@ -21,7 +21,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import holdfast
 from holdfast import HoldfastReader, HoldfastWriter
-from holdfast.testing import run_ranks, values
+from holdfast.testing import values
+from tests.ranks import run_ranks
 
 WORLD = 4
 # Divisible, not divisible, fewer rows than ranks, empty, a scalar, and more than two dimensions.

@@ -33,7 +33,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import holdfast
 from holdfast import HoldfastReader, HoldfastWriter, UsageError
-from holdfast.testing import run_ranks, values
+from holdfast.testing import values
+from tests.ranks import run_ranks
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 
 import holdfast
-from holdfast.testing import run_ranks, values
+from holdfast.testing import values
+from tests.ranks import run_ranks
 
 # The types that safetensors has a name for.
 NAMED = {

@@ -20,14 +20,15 @@ import torch
 
 import holdfast
 from holdfast.errors import HoldfastError
-from holdfast.testing import run_ranks, values
+from holdfast.testing import values
+from tests.ranks import run_ranks
 
 Scene = Callable[[int, Path], Any]
-_PATIENCE_SECONDS = 30.0
+_PATIENCE_SECONDS = 60.0
 Play = Callable[[str], list[Any]]
 
 
-def run_scenes(size: int, scenes: Sequence[Scene], folder: Path, *, timeout_seconds: float = 120.0) -> Play:
+def run_scenes(size: int, scenes: Sequence[Scene], folder: Path, *, timeout_seconds: float = 300.0) -> Play:
     """Play all scenes on `size` ranks. One that fails does not keep the others from being played."""
     played = values(run_ranks(size, _play, tuple(scenes), folder, timeout_seconds=timeout_seconds))
 

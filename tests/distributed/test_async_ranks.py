@@ -32,10 +32,11 @@ from holdfast.ranks import Ranks, torch_ranks
 from holdfast.room import ranks_here
 from holdfast.saving import Saver
 from holdfast.storage.local import LocalStorage
-from holdfast.testing import Outcome, run_ranks, values
+from holdfast.testing import Outcome, values
 from tests.distributed.scenes import Holder, Play, bits, caught, hash_tree, meet, run_scenes, the_same_error
 from tests.distributed.test_failures import FailingStorage, sharded_model
 from tests.distributed.training import build
+from tests.ranks import run_ranks
 
 # Far more than anything here takes on a busy machine: what is known at once must not need it.
 TIMEOUT_SECONDS = 60.0
@@ -656,7 +657,7 @@ def test_trainers_that_are_killed_before_all_is_staged_commit_nothing_and_nothin
         error, seconds = leader.unwrap()
         assert isinstance(error, RankError)
         assert error.ranks == (1,)
-        assert seconds < DEATH_TIMEOUT_SECONDS + 20
+        assert seconds < DEATH_TIMEOUT_SECONDS + 60
     else:
         assert leader.exit_code == -signal.SIGKILL
     writers = [noted(notes, f"writer-{rank}") for rank in (0, 1)]
@@ -704,7 +705,7 @@ def test_a_trainer_that_is_killed_after_staging_loses_nothing_though_the_other_l
         assert "not committed so far, and may still be" in str(outcome)
     else:
         assert outcome is None, "the leader's writer found all parts"
-    assert seconds < 2 * DEATH_TIMEOUT_SECONDS + GRACE_SECONDS + 20
+    assert seconds < 2 * DEATH_TIMEOUT_SECONDS + GRACE_SECONDS + 60
     wait_for(lambda: all(is_gone(noted(notes, f"writer-{rank}")) for rank in (0, 1)))
     assert steps_of(run) == [2, 1], "the writers wrote it, and the leader's committed it"
     for step in steps_of(run):
@@ -737,7 +738,8 @@ def leader_that_ends_after_its_commit(rank: int, run: Path, notes: Path, mode: s
     error = caught(lambda: manager.save(2, wait=True))
     kinds = [event.kind for event in manager.events if event.step == 2]
     if rank == 1:
-        os.kill(noted(notes, "trainer-0"), signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it ended, and was not only stopped
+            os.kill(noted(notes, "trainer-0"), signal.SIGKILL)
     return error, kinds
 
 

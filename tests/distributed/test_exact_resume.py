@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.testing import run_ranks, values
+from holdfast.testing import values
 from tests.distributed.training import build
+from tests.ranks import run_ranks
 
 BEFORE, AFTER = 7, 9
 

@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import holdfast
-from holdfast.testing import run_ranks, values
+from holdfast.testing import values
+from tests.ranks import run_ranks
 
 BATCHES = 5  # of an epoch
 STEPS = 3 * BATCHES + 2

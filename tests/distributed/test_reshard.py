@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import holdfast
 from holdfast.storage.local import LocalStorage
-from holdfast.testing import run_ranks, values
+from holdfast.testing import values
 from tests.distributed.training import Training, build
+from tests.ranks import run_ranks
 
 SIZES = (1, 2, 3, 4)
 

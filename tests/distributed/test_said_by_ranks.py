@@ -11,7 +11,7 @@ import torch
 
 import holdfast
 from holdfast.errors import UsageError
-from holdfast.testing import run_ranks
+from tests.ranks import run_ranks
 
 
 class Kept(logging.Handler):

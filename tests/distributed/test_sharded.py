@@ -16,10 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 from holdfast.errors import StateMismatchError, UsageError
-from holdfast.testing import run_ranks, values
+from holdfast.testing import values
 from tests.distributed.scenes import Play, bits, caught, meet, run_scenes, the_same_error, trees
+from tests.ranks import run_ranks
 
-TIMEOUT_SECONDS = 20.0
+TIMEOUT_SECONDS = 60.0
 WIDTH, HIDDEN, WORDS = 6, 8, 12
 
 

@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import holdfast
-from holdfast.testing import run_ranks, values
+from holdfast.testing import values
+from tests.ranks import run_ranks
 
 
 class Tied(nn.Module):
