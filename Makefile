@@ -28,7 +28,8 @@ types: $(READY)
 	$(BIN)/mypy
 
 # Whole files go to a worker, for their fixtures, in the order of tests/conftest.py: the short ones last.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 unit: $(READY) images
 	$(PYTEST)
