@@ -27,6 +27,9 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
+# Tests start hundreds of processes: without the compiled modules each of them compiles the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Whole files go to a worker, for their fixtures, in the order of tests/conftest.py: the short ones last.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
