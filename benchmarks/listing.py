@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 import holdfast
-from holdfast.catalog import Catalog
+from holdfast.runs.catalog import Catalog
 from holdfast.storage.registry import open_storage
 from measure import arguments, at_most, bars_table, median, show, span, write_results
 

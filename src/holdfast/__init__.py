@@ -11,26 +11,6 @@ from typing import TYPE_CHECKING, Any
 from holdfast._version import __version__
 
 if TYPE_CHECKING:
-    from holdfast.blocks import (
-        build_train_state,
-        checkpoints,
-        examine,
-        is_restart,
-        mend,
-        peek,
-        prune,
-        resolve,
-        restore_train_state,
-        retention,
-        unlock,
-        verify,
-    )
-    from holdfast.catalog import Checkpoint
-    from holdfast.checkpointer import AsyncCheckpointer
-    from holdfast.components import PerRank, RNGState, Sharded, Shared, Trainable, get_rng_state, set_rng_state
-    from holdfast.configuration import CheckpointConfig
-    from holdfast.contexts import LoadContext, SaveContext
-    from holdfast.doctor import Finding
     from holdfast.errors import (
         CheckpointNotFoundError,
         ClosedError,
@@ -49,10 +29,33 @@ if TYPE_CHECKING:
         UsageError,
     )
     from holdfast.formats.dcp import HoldfastReader, HoldfastWriter
-    from holdfast.handle import SaveHandle
-    from holdfast.manager import CheckpointManager, RestoreResult
-    from holdfast.plugins import CheckpointManagerProtocol, HoldfastManager, create_checkpoint_manager
-    from holdfast.policies import (
+    from holdfast.loading.strategy import LoadStrategy
+    from holdfast.manager.blocks import (
+        build_train_state,
+        checkpoints,
+        examine,
+        is_restart,
+        mend,
+        peek,
+        prune,
+        resolve,
+        restore_train_state,
+        retention,
+        unlock,
+        verify,
+    )
+    from holdfast.manager.checkpointer import AsyncCheckpointer
+    from holdfast.manager.handle import SaveHandle
+    from holdfast.manager.manager import CheckpointManager, RestoreResult
+    from holdfast.ondisk.codec import register_type
+    from holdfast.plugins.configuration import CheckpointConfig
+    from holdfast.plugins.contexts import LoadContext, SaveContext
+    from holdfast.plugins.plugins import CheckpointManagerProtocol, HoldfastManager, create_checkpoint_manager
+    from holdfast.runs.catalog import Checkpoint
+    from holdfast.runs.doctor import Finding
+    from holdfast.runs.events import Event
+    from holdfast.runs.linknames import LinkTemplate
+    from holdfast.runs.policies import (
         At,
         Every,
         KeepAll,
@@ -64,29 +67,26 @@ if TYPE_CHECKING:
         OnSignal,
         TimeLimit,
     )
-    from holdfast.records.codec import register_type
-    from holdfast.records.events import Event
-    from holdfast.records.linknames import LinkTemplate
-    from holdfast.records.report import Report
-    from holdfast.records.strategy import LoadStrategy
-    from holdfast.stages.retain import Decision
+    from holdfast.runs.report import Report
+    from holdfast.runs.retain import Decision
+    from holdfast.state.components import PerRank, RNGState, Sharded, Shared, Trainable, get_rng_state, set_rng_state
 
 _HOME = {
-    "CheckpointManager": "manager",
-    "RestoreResult": "manager",
-    "SaveHandle": "handle",
-    "AsyncCheckpointer": "checkpointer",
-    "Event": "records.events",
-    "LoadStrategy": "records.strategy",
-    "Report": "records.report",
-    "CheckpointConfig": "configuration",
-    "SaveContext": "contexts",
-    "LoadContext": "contexts",
-    "CheckpointManagerProtocol": "plugins",
-    "HoldfastManager": "plugins",
-    "create_checkpoint_manager": "plugins",
-    "LinkTemplate": "records.linknames",
-    "Decision": "stages.retain",
+    "CheckpointManager": "manager.manager",
+    "RestoreResult": "manager.manager",
+    "SaveHandle": "manager.handle",
+    "AsyncCheckpointer": "manager.checkpointer",
+    "Event": "runs.events",
+    "LoadStrategy": "loading.strategy",
+    "Report": "runs.report",
+    "CheckpointConfig": "plugins.configuration",
+    "SaveContext": "plugins.contexts",
+    "LoadContext": "plugins.contexts",
+    "CheckpointManagerProtocol": "plugins.plugins",
+    "HoldfastManager": "plugins.plugins",
+    "create_checkpoint_manager": "plugins.plugins",
+    "LinkTemplate": "runs.linknames",
+    "Decision": "runs.retain",
     **dict.fromkeys(
         (
             "At",
@@ -100,30 +100,30 @@ _HOME = {
             "OnSignal",
             "TimeLimit",
         ),
-        "policies",
+        "runs.policies",
     ),
-    "register_type": "records.codec",
-    "Checkpoint": "catalog",
-    "PerRank": "components",
-    "RNGState": "components",
-    "Sharded": "components",
-    "Shared": "components",
-    "Trainable": "components",
-    "get_rng_state": "components",
-    "set_rng_state": "components",
-    "build_train_state": "blocks",
-    "restore_train_state": "blocks",
-    "checkpoints": "blocks",
-    "examine": "blocks",
-    "mend": "blocks",
-    "unlock": "blocks",
-    "Finding": "doctor",
-    "is_restart": "blocks",
-    "peek": "blocks",
-    "prune": "blocks",
-    "retention": "blocks",
-    "resolve": "blocks",
-    "verify": "blocks",
+    "register_type": "ondisk.codec",
+    "Checkpoint": "runs.catalog",
+    "PerRank": "state.components",
+    "RNGState": "state.components",
+    "Sharded": "state.components",
+    "Shared": "state.components",
+    "Trainable": "state.components",
+    "get_rng_state": "state.components",
+    "set_rng_state": "state.components",
+    "build_train_state": "manager.blocks",
+    "restore_train_state": "manager.blocks",
+    "checkpoints": "manager.blocks",
+    "examine": "manager.blocks",
+    "mend": "manager.blocks",
+    "unlock": "manager.blocks",
+    "Finding": "runs.doctor",
+    "is_restart": "manager.blocks",
+    "peek": "manager.blocks",
+    "prune": "manager.blocks",
+    "retention": "manager.blocks",
+    "resolve": "manager.blocks",
+    "verify": "manager.blocks",
     "HoldfastReader": "formats.dcp",
     "HoldfastWriter": "formats.dcp",
     **dict.fromkeys(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +91,22 @@ def code_in_packages(root: Path = SOURCE, *, exempt: Set[str] = frozenset()) -> 
             if not names_only and not is_list:
                 wrong.append(f"{name}:{statement.lineno}: {ast.unparse(statement).splitlines()[0]}")
     return wrong
+
+
+def torch_users(modules: Sequence[str], path: Path | None = None) -> list[str]:
+    """Return the first of these modules after whose import, in a new process, torch is loaded; none if it never is."""
+    code = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    importlib.import_module(name)\n"
+        "    if 'torch' in sys.modules:\n"
+        "        sys.exit(print(name))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(path)} if path is not None else None
+    done = subprocess.run(
+        [sys.executable, "-c", code, *modules], capture_output=True, text=True, check=True, env=environment
+    )
+    return done.stdout.split()
 
 
 def _module_name(path: Path, root: Path) -> str:

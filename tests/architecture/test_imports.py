@@ -1,4 +1,4 @@
-"""Who may import whom: from the top to the bottom of `TIERS` only, without cycles."""
+"""Who may import whom: from the top to the bottom of `TIERS` only, without cycles, and torch only where it belongs."""
 
 from __future__ import annotations
 
@@ -6,36 +6,55 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.imports import code_in_packages, cycles, out_of_order, read_imports
+from tests.architecture.imports import (
+    SOURCE,
+    code_in_packages,
+    cycles,
+    entry_of,
+    module_names,
+    out_of_order,
+    read_imports,
+    torch_users,
+)
 
 TIERS = [
-    {"cli", "testing"},
-    {"plugins"},
-    {"configuration", "admission", "contexts"},
-    {"formats", "blocks", "manager", "checkpointer"},
-    {"reports", "handle"},
-    {"doctor", "requests"},
-    {"housekeeping", "pacing"},
-    {"saving", "loading", "carrying"},
-    {"leading", "background", "staging"},
-    {"writer"},
-    {"stages"},
-    {"survivors"},
-    {"catalog", "frozen", "live", "recall", "loaders", "naming", "components", "tensors", "ring", "shadows"},
-    {"lease"},
-    {"storage", "ranks", "policies", "signals", "identity", "digesting", "memory", "arena", "moving", "room"}
-    | {"progress", "worker", "connection"},
-    {"records"},
+    {"cli", "plugins", "testing"},
+    {"formats"},
+    {"manager"},
+    {"saving", "loading"},
+    {"state", "runs"},
+    {"storage", "ranks"},
+    {"ondisk"},
     {"errors", "_version"},
 ]
+WITHOUT_TORCH = ("runs", "ondisk", "storage", "cli")
+# They load their names when these are first used.
+LAZY = {"holdfast", "holdfast.plugins", "holdfast.testing"}
 
 
 def test_imports_go_down_only() -> None:
-    assert out_of_order(read_imports(), TIERS, sideways=True) == []
+    assert out_of_order(read_imports(), TIERS) == []
 
 
 def test_no_module_reaches_itself_by_imports() -> None:
     assert cycles(read_imports()) == []
+
+
+def test_a_package_imports_names_and_does_nothing_else() -> None:
+    assert code_in_packages(exempt=LAZY) == []
+
+
+@pytest.mark.parametrize("entry", WITHOUT_TORCH)
+def test_what_needs_no_torch_does_not_import_it(entry: str) -> None:
+    names = [name for name in module_names() if entry_of(name) == entry]
+    assert names
+    assert torch_users(names) == []
+
+
+def test_the_top_of_the_house_has_at_most_fifteen_entries() -> None:
+    entries = {path.stem for path in SOURCE.iterdir() if not path.name.startswith(("_", "py.typed"))}
+    assert len(entries) <= 15, sorted(entries)
+    assert entries | {"_version"} == set().union(*TIERS)
 
 
 # The checks themselves
@@ -106,3 +125,9 @@ def test_code_in_a_package_is_found(house: Path, text: str) -> None:
     (house / "left/__init__.py").write_text(f"from house.left.one import thing\n__all__ = ['thing']\n{text}\n")
     (found,) = code_in_packages(house)
     assert found.startswith("house.left:3")
+
+
+def test_a_module_that_imports_torch_is_found(tmp_path: Path) -> None:
+    (tmp_path / "plain_module.py").write_text("import json")
+    (tmp_path / "module_with_torch.py").write_text("import torch.nn")
+    assert torch_users(["plain_module", "module_with_torch"], path=tmp_path) == ["module_with_torch"]

@@ -40,7 +40,7 @@ def test_a_checkpoint_of_every_format_is_read_bit_for_bit(run: Path) -> None:
 
 
 def test_every_format_up_to_the_newest_has_its_golden_run() -> None:
-    from holdfast.records.manifest import FORMAT
+    from holdfast.ondisk.manifest import FORMAT
 
     assert [path.name for path in FORMATS] == [f"format-{number}" for number in range(1, FORMAT + 1)]
 

@@ -15,11 +15,11 @@ import torch
 from blake3 import blake3
 
 import holdfast
-from holdfast.catalog import Catalog, Checkpoint
-from holdfast.loading import LoadRequest, load
-from holdfast.records.selector import Selector
-from holdfast.records.strategy import LoadStrategy
-from holdfast.stages.resolve import locate
+from holdfast.loading.loading import LoadRequest, load
+from holdfast.loading.resolve import locate
+from holdfast.loading.strategy import LoadStrategy
+from holdfast.runs.catalog import Catalog, Checkpoint
+from holdfast.runs.selector import Selector
 from tests.crash.runs import Part, Place, components
 
 STEPS = (1, 2, 3, 4)

@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 import holdfast
-from holdfast.catalog import Catalog, Checkpoint
 from holdfast.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -32,9 +31,10 @@ from holdfast.errors import (
     KeyMissingError,
     RunInUseError,
 )
-from holdfast.lease import reading
-from holdfast.manager import CheckpointManager, RestoreResult
-from holdfast.policies import KeepPolicy
+from holdfast.manager.manager import CheckpointManager, RestoreResult
+from holdfast.runs.catalog import Catalog, Checkpoint
+from holdfast.runs.lease import reading
+from holdfast.runs.policies import KeepPolicy
 from holdfast.testing import SimulatedCrash
 from tests.crash.room import Door, Fault, Process, Room
 

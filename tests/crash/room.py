@@ -21,8 +21,8 @@ import msgspec
 from blake3 import blake3
 
 from holdfast.errors import KeyExistsError, KeyMissingError, StorageError
-from holdfast.identity import Identity, birth_of, this_process
-from holdfast.records import layout
+from holdfast.ondisk import layout
+from holdfast.runs.identity import Identity, birth_of, this_process
 from holdfast.storage.base import Bytes, Entry
 from holdfast.testing import SimulatedCrash
 

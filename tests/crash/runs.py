@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
-from holdfast.catalog import Catalog
-from holdfast.components import PerRank
 from holdfast.errors import HoldfastError
-from holdfast.leading import SaveRequest
-from holdfast.loading import LoadRequest, load
-from holdfast.ranks import Alone, Ranks, StoreRanks
-from holdfast.records.selector import Selector
-from holdfast.records.strategy import LoadStrategy
-from holdfast.saving import Saver, save
-from holdfast.stages.verify import verify
+from holdfast.loading.loading import LoadRequest, load
+from holdfast.loading.strategy import LoadStrategy
+from holdfast.ranks.ranks import Alone, Ranks, StoreRanks
+from holdfast.runs.catalog import Catalog
+from holdfast.runs.selector import Selector
+from holdfast.runs.verify import verify
+from holdfast.saving.leading import SaveRequest
+from holdfast.saving.saving import Saver, save
+from holdfast.state.components import PerRank
 from holdfast.storage.base import Storage
 from holdfast.testing import SimulatedCrash
 from holdfast.testing.simulation import simulate_ranks

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.catalog import Catalog
 from holdfast.errors import HoldfastError, SaveFailedError, SaveUncertainError, StorageError
-from holdfast.leading import SaveRequest
-from holdfast.ranks import Alone, Ranks, StoreRanks
-from holdfast.saving import Saver
+from holdfast.ranks.ranks import Alone, Ranks, StoreRanks
+from holdfast.runs.catalog import Catalog
+from holdfast.saving.leading import SaveRequest
+from holdfast.saving.saving import Saver
 from holdfast.storage.base import Storage
 from holdfast.testing import MemoryStorage, PowerLossStorage
 from holdfast.testing.storages import _Wrapper

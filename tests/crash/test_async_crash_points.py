@@ -12,7 +12,7 @@ import pytest
 
 from holdfast.errors import StorageError
 from holdfast.storage.base import Sink, Storage
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local import LocalStorage
 from holdfast.testing import CrashingStorage, MemoryStorage, PowerLossStorage
 from tests.crash.runs import STEPS, run_behind, violations
 from tests.crash.test_crash_points import ManifestFirst, forget_all, forget_nth, scratch

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from holdfast.catalog import Catalog
 from holdfast.errors import HoldfastError, RunInUseError
-from holdfast.leading import SaveRequest
-from holdfast.loading import LoadRequest, load
-from holdfast.ranks import Alone
-from holdfast.records.selector import Selector
-from holdfast.records.strategy import LoadStrategy
-from holdfast.saving import save
+from holdfast.loading.loading import LoadRequest, load
+from holdfast.loading.strategy import LoadStrategy
+from holdfast.ranks.ranks import Alone
+from holdfast.runs.catalog import Catalog
+from holdfast.runs.selector import Selector
+from holdfast.saving.leading import SaveRequest
+from holdfast.saving.saving import save
 from holdfast.storage.base import Storage
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local import LocalStorage
 from holdfast.testing import CrashingStorage, MemoryStorage, PowerLossStorage
 from holdfast.testing.simulation import simulate_ranks
 from tests.crash.runs import STEPS, Part, Witness, run, violations

@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 
 import holdfast
 from holdfast import CheckpointManager, KeepLast
-from holdfast.catalog import Catalog
 from holdfast.cli import app
 from holdfast.errors import StorageError
-from holdfast.lease import Heart, Lease
-from holdfast.storage.local import LocalStorage
+from holdfast.runs.catalog import Catalog
+from holdfast.runs.lease import Heart, Lease
+from holdfast.storage.local.local import LocalStorage
 
 ROOT = Path(__file__).parents[2]
 SIZE_BYTES = 8 << 20
@@ -29,8 +29,8 @@ TRAINING = f"""
 import os, sys
 sys.path.insert(0, {str(ROOT)!r})
 import holdfast, torch
-from holdfast.catalog import Catalog
-from holdfast.storage.local import LocalStorage
+from holdfast.runs.catalog import Catalog
+from holdfast.storage.local.local import LocalStorage
 
 manager = holdfast.CheckpointManager(sys.argv[1], {{"model": torch.nn.Linear(64, 64)}}, mode="sync", rng=False)
 for step in (1, 2, 3):

@@ -19,13 +19,13 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 import holdfast
-from holdfast import housekeeping, leading, lease
-from holdfast.catalog import Catalog
 from holdfast.errors import HoldfastError, RunInUseError, StorageError
-from holdfast.leading import Leader
-from holdfast.policies import Record
-from holdfast.records import layout
-from holdfast.stages import commit, retain
+from holdfast.ondisk import layout
+from holdfast.runs import housekeeping, lease, retain
+from holdfast.runs.catalog import Catalog
+from holdfast.runs.policies import Record
+from holdfast.saving import commit, leading
+from holdfast.saving.leading import Leader
 from holdfast.testing import MemoryStorage, SimulatedCrash
 from holdfast.testing.storages import _Wrapper
 from tests.crash.life import (

@@ -25,13 +25,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import holdfast
-from holdfast.catalog import Catalog
 from holdfast.errors import RankError, SaveFailedError, SaveUncertainError, StorageError, UsageError
-from holdfast.leading import SaveRequest
-from holdfast.ranks import Ranks, torch_ranks
-from holdfast.room import ranks_here
-from holdfast.saving import Saver
-from holdfast.storage.local import LocalStorage
+from holdfast.ranks.ranks import Ranks, torch_ranks
+from holdfast.runs.catalog import Catalog
+from holdfast.saving.leading import SaveRequest
+from holdfast.saving.saving import Saver
+from holdfast.saving.staging.room import ranks_here
+from holdfast.storage.local.local import LocalStorage
 from holdfast.testing import Outcome, values
 from tests.distributed.scenes import Holder, Play, bits, caught, hash_tree, meet, run_scenes, the_same_error
 from tests.distributed.test_failures import FailingStorage, sharded_model

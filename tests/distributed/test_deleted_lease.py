@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import holdfast
-from holdfast.catalog import Catalog
-from holdfast.storage.local import LocalStorage
+from holdfast.runs.catalog import Catalog
+from holdfast.storage.local.local import LocalStorage
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,7 +22,7 @@ TRAINING = f"""
 import json, sys
 sys.path.insert(0, {str(ROOT)!r})
 import holdfast, torch
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local import LocalStorage
 
 class Stopping(LocalStorage):
     '''Stops, when it is told to, right before a key of that name is written.'''

@@ -25,7 +25,7 @@ from holdfast.errors import (
     StorageError,
     UsageError,
 )
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local import LocalStorage
 from holdfast.testing import values
 from tests.distributed.scenes import Holder, Play, bits, caught, hash_tree, meet, run_scenes, the_same_error
 from tests.ranks import run_ranks

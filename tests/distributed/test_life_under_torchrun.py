@@ -21,8 +21,8 @@ import torch.distributed as dist
 import holdfast
 from holdfast import At, Every, KeepEvery, KeepLast, OnSignal, TimeLimit
 from holdfast.errors import CheckpointNotFoundError, RankError, UsageError
-from holdfast.identity import seconds_since_birth
-from holdfast.storage.local import LocalStorage
+from holdfast.runs.identity import seconds_since_birth
+from holdfast.storage.local.local import LocalStorage
 from holdfast.testing import values
 from tests.distributed.life import Life, is_said, net, said, say, wait_for, weights_of
 from tests.distributed.scenes import Holder, Play, bits, caught, meet, run_scenes, the_same_error
@@ -720,7 +720,7 @@ def decisions_on_all_ranks(rank: int, folder: Path) -> Any:
 
 @contextmanager
 def holding(run: Path, folder: str, rank: int) -> Iterator[None]:
-    from holdfast.lease import reading
+    from holdfast.runs.lease import reading
 
     if rank == 0:
         with reading(LocalStorage(run), folder):

@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
-from holdfast.naming import unwrap
+from holdfast.state.naming import unwrap
 from tests.distributed.scenes import Play, bits, caught, run_scenes, the_same_error, trees
-from tests.unit.test_odd_modules import Metric, renamed, tower
-from tests.unit.test_odd_optimizers import Lookahead
-from tests.unit.test_subclasses import Optimizer8, Registered, Scaled, model_with
+from tests.unit.state.test_odd_modules import Metric, renamed, tower
+from tests.unit.state.test_odd_optimizers import Lookahead
+from tests.unit.state.test_subclasses import Optimizer8, Registered, Scaled, model_with
 
 TIMEOUT_SECONDS = 60.0
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import holdfast
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local import LocalStorage
 from holdfast.testing import values
 from tests.distributed.training import Training, build
 from tests.ranks import run_ranks

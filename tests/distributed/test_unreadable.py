@@ -11,7 +11,7 @@ import torch
 
 import holdfast
 from holdfast.errors import StorageError
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local import LocalStorage
 from holdfast.testing import FlakyStorage
 from tests.distributed.scenes import Holder, Play, bits, caught, meet, run_scenes, the_same_error
 

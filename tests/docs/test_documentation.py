@@ -17,9 +17,9 @@ import pytest
 
 import holdfast
 import holdfast.testing
-from holdfast.records import codec, manifest
-from holdfast.records.dtypes import ELEMENT_TYPES
-from holdfast.records.strategy import LoadStrategy
+from holdfast.loading.strategy import LoadStrategy
+from holdfast.ondisk import codec, manifest
+from holdfast.ondisk.dtypes import ELEMENT_TYPES
 from holdfast.testing import run_ranks, values
 
 ROOT = Path(__file__).parents[2]

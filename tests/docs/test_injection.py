@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import configuration, plugins
+from holdfast.plugins import configuration, plugins
 
 PAGE = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text()
 

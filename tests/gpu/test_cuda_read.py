@@ -12,17 +12,17 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.digesting import DeviceDigester
 from holdfast.errors import CorruptCheckpointError
-from holdfast.memory import PAGE_BYTES
-from holdfast.records.boxes import Box
-from holdfast.records.targets import Request
-from holdfast.stages import read as reading
-from holdfast.stages.read import read
+from holdfast.loading import read as reading
+from holdfast.loading.digesting import DeviceDigester
+from holdfast.loading.read import read
+from holdfast.loading.targets import Request
+from holdfast.ondisk.boxes import Box
+from holdfast.state.memory import PAGE_BYTES
 
 if torch.cuda.is_available():
-    from holdfast.ring import SLOT_BYTES, CudaCarrier
-    from holdfast.shadows import room_on
+    from holdfast.loading.ring import SLOT_BYTES, CudaCarrier
+    from holdfast.loading.shadows import room_on
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

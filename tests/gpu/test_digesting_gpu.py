@@ -8,7 +8,7 @@ import pytest
 import torch
 from blake3 import blake3
 
-from holdfast.digesting import DeviceDigester
+from holdfast.loading.digesting import DeviceDigester
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -16,7 +16,7 @@ import numpy
 import torch
 
 import holdfast
-from holdfast.records.manifest import digest_of, tensor_file_digest
+from holdfast.ondisk.manifest import digest_of, tensor_file_digest
 from holdfast.storage.base import Storage
 
 TENSORS = "rank-00000.safetensors"

@@ -31,7 +31,7 @@ from holdfast import (
     UnsafeContentError,
     UnsupportedFormatError,
 )
-from holdfast.records.manifest import digest_of
+from holdfast.ondisk.manifest import digest_of
 from tests.security.scene import (
     FOLDER,
     MANIFEST,

@@ -64,7 +64,7 @@ if __name__ == "__main__":
 """
 
 _IMPORTED = """
-import sys, holdfast.writer.process
+import sys, holdfast.saving.writer.process
 print(" ".join(sorted({name.partition(".")[0] for name in sys.modules} - {"__main__", "__mp_main__"})))
 """
 

@@ -19,9 +19,9 @@ import msgspec
 import pytest
 
 import holdfast
-from holdfast.identity import is_alive, this_process
-from holdfast.lease import Lease
-from holdfast.storage.local import LocalStorage
+from holdfast.runs.identity import is_alive, this_process
+from holdfast.runs.lease import Lease
+from holdfast.storage.local.local import LocalStorage
 from tests.security.scene import Objects
 
 NOBODY = 65534
@@ -31,11 +31,11 @@ AS_NOBODY = f"""
 import json, os, sys
 sys.path.insert(0, {str(SOURCE)!r})
 import msgspec
-from holdfast.catalog import Catalog
+from holdfast.runs.catalog import Catalog
 from holdfast.errors import HoldfastError
-from holdfast.identity import Identity, is_alive, this_process
-from holdfast.lease import Clock, Lease
-from holdfast.storage.local import LocalStorage
+from holdfast.runs.identity import Identity, is_alive, this_process
+from holdfast.runs.lease import Clock, Lease
+from holdfast.storage.local.local import LocalStorage
 
 def become_nobody():
     os.setgroups([])

@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 MEASURED = """
 import sys
-import holdfast, holdfast.manager, torch
+import holdfast, holdfast.manager.manager, torch
 sys.path.insert(0, sys.argv[3])
 from tests.distributed.scenes import Holder
 

@@ -11,7 +11,6 @@ import msgspec
 import pytest
 
 from holdfast import errors
-from holdfast.background import as_save_error
 from holdfast.errors import (
     HoldfastError,
     KeyMissingError,
@@ -20,6 +19,7 @@ from holdfast.errors import (
     error_from_record,
     error_record,
 )
+from holdfast.saving.background import as_save_error
 
 
 class BucketError(StorageError):

@@ -11,7 +11,7 @@ from rich.console import Console
 from holdfast.cli.columns import Columns
 from holdfast.cli.output import DAMAGED, SOUND, cell, count_text, print_json, stdout
 from holdfast.cli.sources import open_run, scan_run
-from holdfast.doctor import Finding, examine, mend
+from holdfast.runs.doctor import Finding, examine, mend
 
 
 def doctor(

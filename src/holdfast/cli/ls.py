@@ -8,14 +8,14 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from holdfast.catalog import Checkpoint, Scan, choose
 from holdfast.cli.columns import Columns
 from holdfast.cli.output import cell, count_text, cut, print_json, size_text, stdout
 from holdfast.cli.sources import Unreadable, exit_code_of, local_time, open_run, scan_run, unreadable
-from holdfast.records.codec import Json, plain
-from holdfast.records.layout import folder_name
-from holdfast.records.notes import sum_up
-from holdfast.records.selector import Selector
+from holdfast.ondisk.codec import Json, plain
+from holdfast.ondisk.layout import folder_name
+from holdfast.runs.catalog import Checkpoint, Scan, choose
+from holdfast.runs.notes import sum_up
+from holdfast.runs.selector import Selector
 
 _SHOWN_METRICS = 4
 _NAME_CHARACTERS = 40

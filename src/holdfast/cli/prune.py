@@ -14,16 +14,16 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from rich.console import Console
 
-from holdfast import blocks
-from holdfast.catalog import Catalog, Scan
 from holdfast.cli.columns import Columns
 from holdfast.cli.output import SOUND, cell, count_text, print_json, print_note, size_text, stdout
 from holdfast.cli.sources import open_run, print_passed_over, scan_run, unreadable
 from holdfast.errors import UsageError
-from holdfast.policies import KeepBest, KeepEvery, KeepLast, KeepPolicy, KeepTagged
-from holdfast.records import layout
-from holdfast.records.selector import Selector
-from holdfast.stages.retain import Decision
+from holdfast.manager import blocks
+from holdfast.ondisk import layout
+from holdfast.runs.catalog import Catalog, Scan
+from holdfast.runs.policies import KeepBest, KeepEvery, KeepLast, KeepPolicy, KeepTagged
+from holdfast.runs.retain import Decision
+from holdfast.runs.selector import Selector
 from holdfast.storage.base import Storage
 
 _RECORDS = (layout.ATTEMPT, layout.MANIFEST)

@@ -14,14 +14,14 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperCommand
 
-from holdfast.catalog import Checkpoint
 from holdfast.cli.columns import Columns, Lines
 from holdfast.cli.ls import metrics_of
 from holdfast.cli.output import SOUND, cell, count_text, cut, print_json, size_text, stdout
 from holdfast.cli.sources import find, local_time, open_source, print_passed_over
 from holdfast.errors import UsageError
-from holdfast.records.codec import Json, plain
-from holdfast.records.manifest import STATE_DICT_NOTE, Manifest, MeshRecord, TensorRecord
+from holdfast.ondisk.codec import Json, plain
+from holdfast.ondisk.manifest import STATE_DICT_NOTE, Manifest, MeshRecord, TensorRecord
+from holdfast.runs.catalog import Checkpoint
 
 _EVERY = "*"
 _SHOWN_FILES = 24

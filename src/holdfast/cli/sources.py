@@ -6,12 +6,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from holdfast.catalog import Catalog, Checkpoint, Scan, Skipped
 from holdfast.cli.output import DAMAGED, REFUSED, SOUND, print_note
 from holdfast.errors import CheckpointNotFoundError, HoldfastError, UnsupportedFormatError, UsageError
-from holdfast.records import layout
-from holdfast.records.selector import Selector
-from holdfast.stages.resolve import locate
+from holdfast.loading.resolve import locate
+from holdfast.ondisk import layout
+from holdfast.runs.catalog import Catalog, Checkpoint, Scan, Skipped
+from holdfast.runs.selector import Selector
 
 _SHOWN_NAMES = 5
 

@@ -6,11 +6,11 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.catalog import Catalog, Checkpoint, Scan, choose
 from holdfast.cli.output import SOUND, cell, print_json, print_note, stdout
 from holdfast.cli.sources import find, open_source, print_passed_over
 from holdfast.errors import CheckpointNotFoundError, UsageError
-from holdfast.records.selector import Selector, check_tag
+from holdfast.runs.catalog import Catalog, Checkpoint, Scan, choose
+from holdfast.runs.selector import Selector, check_tag
 
 
 def tag(

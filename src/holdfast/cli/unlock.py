@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from holdfast import blocks
 from holdfast.cli.output import SOUND, cell, print_json, stdout
 from holdfast.cli.sources import open_run
+from holdfast.manager import blocks
 
 
 def unlock(

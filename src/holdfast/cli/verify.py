@@ -13,7 +13,6 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from holdfast.catalog import Catalog, Checkpoint
 from holdfast.cli.output import DAMAGED, REFUSED, SOUND, cell, count_text, print_json, size_text, stderr, stdout
 from holdfast.cli.sources import (
     Unreadable,
@@ -26,9 +25,10 @@ from holdfast.cli.sources import (
     unreadable,
 )
 from holdfast.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, UsageError
-from holdfast.records import layout
-from holdfast.records.report import Problem
-from holdfast.stages import verify as verifying
+from holdfast.ondisk import layout
+from holdfast.runs import verify as verifying
+from holdfast.runs.catalog import Catalog, Checkpoint
+from holdfast.runs.report import Problem
 
 _PATIENCE_SECONDS = 1.0
 

@@ -68,7 +68,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from holdfast._version import __version__
-from holdfast.catalog import Catalog, Checkpoint
 from holdfast.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -77,29 +76,30 @@ from holdfast.errors import (
     StorageError,
     UsageError,
 )
-from holdfast.lease import Lease, reading
-from holdfast.records import layout
-from holdfast.records.boxes import Box, cover_exactly
-from holdfast.records.codec import Json, Subclass, decode, encode, subclass_of
-from holdfast.records.dtypes import ELEMENT_TYPES
-from holdfast.records.facts import Facts, Listing
-from holdfast.records.files import TensorFile
-from holdfast.records.lineage import Lineage, ancestry, draw_segment
-from holdfast.records.manifest import BLOCK_BYTES, MAX_VALUES_BYTES, ChunkRecord, FileRecord, TensorRecord, TreeRecord
-from holdfast.records.report import Problem
-from holdfast.records.selector import Selector
-from holdfast.records.state import Receipt
-from holdfast.records.targets import Request
-from holdfast.records.tensorfile import FramedChunk, frame
-from holdfast.records.wire import from_json
-from holdfast.stages.commit import commit
-from holdfast.stages.read import check_bytes, check_sizes, read
-from holdfast.stages.resolve import Location, resolve
-from holdfast.stages.stage import split, values_file
-from holdfast.stages.write import write
+from holdfast.loading.read import check_bytes, check_sizes, read
+from holdfast.loading.resolve import Location, resolve
+from holdfast.loading.targets import Request
+from holdfast.ondisk import layout
+from holdfast.ondisk.boxes import Box, cover_exactly
+from holdfast.ondisk.codec import Json, Subclass, decode, encode, subclass_of
+from holdfast.ondisk.dtypes import ELEMENT_TYPES
+from holdfast.ondisk.files import TensorFile
+from holdfast.ondisk.manifest import BLOCK_BYTES, MAX_VALUES_BYTES, ChunkRecord, FileRecord, TensorRecord, TreeRecord
+from holdfast.ondisk.tensorfile import FramedChunk, frame
+from holdfast.ondisk.wire import from_json
+from holdfast.runs.catalog import Catalog, Checkpoint
+from holdfast.runs.lease import Lease, reading
+from holdfast.runs.lineage import Lineage, ancestry, draw_segment
+from holdfast.runs.report import Problem
+from holdfast.runs.selector import Selector
+from holdfast.saving.commit import commit
+from holdfast.saving.facts import Facts, Listing
+from holdfast.saving.stage import split, values_file
+from holdfast.saving.write import write
+from holdfast.state.records import Receipt
+from holdfast.state.tensors import check_storable, host_pieces, tensor_class, torch_dtype, unflattened
 from holdfast.storage.documents import read_document
 from holdfast.storage.registry import open_storage
-from holdfast.tensors import check_storable, host_pieces, tensor_class, torch_dtype, unflattened
 
 logger = logging.getLogger("holdfast")
 

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from holdfast.errors import UsageError
 from holdfast.storage.base import Storage
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local import LocalStorage
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoints

@@ -16,13 +16,13 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from holdfast.blocks import checkpoints
-from holdfast.catalog import Checkpoint
-from holdfast.components import RNGState
 from holdfast.errors import UsageError
-from holdfast.records.codec import Json, plain, typed
-from holdfast.records.manifest import TensorRecord, TreeRecord
-from holdfast.records.wire import from_json
+from holdfast.manager.blocks import checkpoints
+from holdfast.ondisk.codec import Json, plain, typed
+from holdfast.ondisk.manifest import TensorRecord, TreeRecord
+from holdfast.ondisk.wire import from_json
+from holdfast.runs.catalog import Checkpoint
+from holdfast.state.components import RNGState
 from holdfast.testing.processes import StartMethod, run_ranks, values
 
 __all__ = ["assert_exact_resume"]

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from holdfast.errors import UsageError
-from holdfast.identity import this_process
-from holdfast.records import layout
-from holdfast.records.wire import encode_record
+from holdfast.ondisk import layout
+from holdfast.ondisk.wire import encode_record
+from holdfast.runs.identity import this_process
 
 __all__ = ["HostileRun", "hostile_runs"]
 

@@ -21,9 +21,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from holdfast.storage.disk import Disk
 from holdfast.storage.keys import TEMPORARY_PREFIX
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.disk import Disk
+from holdfast.storage.local.local import LocalStorage
 from holdfast.testing.storages import SimulatedCrash
 
 __all__ = ["PowerLossDisk", "PowerLossStorage"]

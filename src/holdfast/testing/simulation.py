@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from holdfast.ranks import Alone, Ranks, StoreRanks
+from holdfast.ranks.ranks import Alone, Ranks, StoreRanks
 from holdfast.testing.storages import SimulatedCrash
 
 __all__ = ["simulate_ranks"]

@@ -18,9 +18,9 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from holdfast.errors import KeyDamagedError, KeyExistsError, KeyMissingError, StorageError, UsageError
-from holdfast.storage.advice import explained
 from holdfast.storage.base import Bytes, Entry, Sink, Source, Storage, alignment_of
 from holdfast.storage.keys import folder_parts, key_parts
+from holdfast.storage.local.advice import explained
 
 __all__ = ["CrashingStorage", "FlakyStorage", "FullStorage", "MemoryStorage", "SimulatedCrash", "SlowStorage"]
 

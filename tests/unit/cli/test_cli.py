@@ -18,7 +18,6 @@ import numpy
 import pytest
 import torch
 from rich.console import Console
-from tests.counting import calls
 from typer.testing import CliRunner
 
 import holdfast
@@ -27,7 +26,8 @@ from holdfast.cli import app
 from holdfast.cli.output import size_text, visible
 from holdfast.cli.show import outline
 from holdfast.cli.verify import meter
-from holdfast.records.manifest import Manifest, decode_manifest, encode_manifest
+from holdfast.ondisk.manifest import Manifest, decode_manifest, encode_manifest
+from tests.counting import calls
 
 # Clears the screen, sets the title, rings, recolours (also with a C1 byte), goes back, forges a line, turns the text.
 HOSTILE = "\x1b[2J\x1b]0;pwned\x07[red]x[/red]\r\nsound: 9 checkpoints\x9b31m\u202eevil"
@@ -612,7 +612,7 @@ def odd_storages(tmp_path: Path) -> dict[str, str]:
     )
     (tmp_path / "site" / "odd_storage.py").write_text(
         "import os, signal\n"
-        "from holdfast.storage.local import LocalStorage\n"
+        "from holdfast.storage.local.local import LocalStorage\n"
         "class Interrupted(LocalStorage):\n"
         "    def entries(self, folder):\n"
         "        os.kill(os.getpid(), signal.SIGINT)\n"

@@ -12,9 +12,9 @@ from rich.segment import Segment
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
-from tests.counting import calls
 
 from holdfast.cli.columns import Columns
+from tests.counting import calls
 
 NAMES = ("", "step", "created", "reasons")
 RIGHT = ("step",)

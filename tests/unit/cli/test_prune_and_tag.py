@@ -19,12 +19,12 @@ import torch
 from typer.testing import CliRunner
 
 import holdfast
-from holdfast.catalog import Catalog
 from holdfast.cli import app
 from holdfast.cli.output import size_text
-from holdfast.lease import reading
-from holdfast.records.manifest import decode_manifest, encode_manifest
-from holdfast.storage.local import LocalStorage
+from holdfast.ondisk.manifest import decode_manifest, encode_manifest
+from holdfast.runs.catalog import Catalog
+from holdfast.runs.lease import reading
+from holdfast.storage.local.local import LocalStorage
 
 pytestmark = pytest.mark.slow
 
@@ -87,8 +87,8 @@ def attempt(run: Path, step: int, size_bytes: int) -> Path:
 
 _ATTEMPT = """
 import sys
-from holdfast.catalog import Catalog
-from holdfast.storage.local import LocalStorage
+from holdfast.runs.catalog import Catalog
+from holdfast.storage.local.local import LocalStorage
 Catalog(LocalStorage(sys.argv[1])).claim(int(sys.argv[2]), 1)
 """
 

@@ -15,11 +15,11 @@ import torch
 from msgspec import structs
 
 import holdfast
-from holdfast.catalog import Catalog
-from holdfast.identity import this_process
-from holdfast.lease import Claim, Lease
-from holdfast.records.wire import encode_record
-from holdfast.storage.local import LocalStorage
+from holdfast.ondisk.wire import encode_record
+from holdfast.runs.catalog import Catalog
+from holdfast.runs.identity import this_process
+from holdfast.runs.lease import Claim, Lease
+from holdfast.storage.local.local import LocalStorage
 
 
 def command(*words: object, code: int = 0) -> str:

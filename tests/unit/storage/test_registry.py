@@ -11,7 +11,7 @@ import torch
 
 from holdfast import AsyncCheckpointer, CheckpointManager
 from holdfast.errors import UsageError
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local import LocalStorage
 from holdfast.storage.registry import open_storage, storage_for
 from holdfast.testing import MemoryStorage
 

@@ -12,8 +12,8 @@ import pytest
 
 from holdfast.errors import KeyDamagedError, KeyMissingError, StorageError
 from holdfast.storage.base import Storage
-from holdfast.storage.disk import Disk
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.disk import Disk
+from holdfast.storage.local.local import LocalStorage
 from holdfast.storage.retrying import PAUSES_SECONDS, RetryingStorage, with_retries
 from holdfast.testing import FlakyStorage, MemoryStorage, StorageContract
 

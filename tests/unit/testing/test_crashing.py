@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.storage.base import Storage
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local import LocalStorage
 from holdfast.testing import CrashingStorage, MemoryStorage, SimulatedCrash
 
 OPERATIONS = [

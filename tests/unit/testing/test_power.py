@@ -12,7 +12,7 @@ import pytest
 
 from holdfast.errors import KeyMissingError
 from holdfast.storage.base import Storage
-from holdfast.storage.local import LocalStorage
+from holdfast.storage.local.local import LocalStorage
 from holdfast.testing import PowerLossStorage, SimulatedCrash, StorageContract
 
 RAM = Path("/dev/shm")

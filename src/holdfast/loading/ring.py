@@ -1,0 +1,199 @@
+"""Carry bytes to tensors through a few slots of host memory, used again and again. Knows devices; knows no files.
+
+A thread fills a slot and copies from it; for a GPU the slots are page-locked and the copy runs on a stream of its own
+while the thread fills the next slot. A slot is given out again when the copies from it are done.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+
+from holdfast.state.memory import PAGE_BYTES, prefer_huge_pages
+from holdfast.state.tensors import is_host_memory
+
+__all__ = ["SLOT_BYTES", "Carrier", "CudaCarrier", "HostCarrier", "Ring", "Rings"]
+
+SLOT_BYTES = 8 << 20
+
+
+class Carrier(Protocol):
+    """How one thread's bytes get from host memory to tensors of one device."""
+
+    slots: int
+
+    def memory(self, size_bytes: int) -> torch.Tensor:
+        """Bytes of host memory to copy from, which begin at a page."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy. May return before it is done; copies are done in their order."""
+
+    def landed(self, source: torch.Tensor) -> torch.Tensor:
+        """The bytes in memory of their own, on the device, where any type can be seen in them."""
+
+    def mark(self) -> Any:
+        """A point behind all copies so far."""
+
+    def wait(self, mark: Any) -> None:
+        """Return when every copy before the mark is done."""
+
+
+class HostCarrier:
+    """To host memory, or to a device that has no way of its own: each copy is done when it returns."""
+
+    slots = 1
+
+    def memory(self, size_bytes: int) -> torch.Tensor:
+        memory = torch.empty(size_bytes + PAGE_BYTES, dtype=torch.uint8)
+        prefer_huge_pages(memory.data_ptr(), memory.nbytes)
+        return memory[-memory.data_ptr() % PAGE_BYTES :][:size_bytes]
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if is_host_memory(target) and source.is_contiguous():
+            # torch's own copy would start a team of threads under each of ours.
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+        else:
+            target.copy_(source)
+
+    def landed(self, source: torch.Tensor) -> torch.Tensor:
+        return source.clone()
+
+    def mark(self) -> None:
+        return None
+
+    def wait(self, mark: None) -> None:
+        return None
+
+
+class CudaCarrier:
+    """To a GPU, on a stream of its own, behind everything that `after` had to do until now.
+
+    Made by the thread that uses it.
+    """
+
+    slots = 2
+
+    def __init__(self, device: torch.device, after: torch.cuda.Stream) -> None:
+        self._device = device
+        # For this thread, which is one of ours: to go back to device 0 after each copy would take memory there.
+        torch.cuda.set_device(device)
+        self._stream = torch.cuda.Stream(device)
+        # The targets may still be in use there, or be memory that was given back while a kernel still reads it.
+        self._stream.wait_stream(after)
+
+    def memory(self, size_bytes: int) -> torch.Tensor:
+        try:
+            return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError:
+            # No page-locked memory is left: from other memory the same copies only take longer.
+            return HostCarrier().memory(size_bytes)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
+    def landed(self, source: torch.Tensor) -> torch.Tensor:
+        with torch.cuda.stream(self._stream):
+            return source.to(self._device, non_blocking=True)
+
+    def mark(self) -> torch.cuda.Event:
+        # blocking: a thread that waits sleeps, and leaves its core to those that digest.
+        event = torch.cuda.Event(blocking=True)
+        event.record(self._stream)
+        return event
+
+    def wait(self, mark: torch.cuda.Event) -> None:
+        mark.synchronize()
+
+
+class Ring:
+    """One thread's slots for one device."""
+
+    def __init__(self, carrier: Carrier, slot_bytes: int = SLOT_BYTES) -> None:
+        self.carrier = carrier
+        self._slot_bytes = slot_bytes
+        self._slots: list[torch.Tensor] = []
+        self._marks: list[Any] = []
+        self._turn = 0
+
+    @contextmanager
+    def slot(self, size_bytes: int) -> Iterator[torch.Tensor]:
+        """Bytes to fill and, with the carrier, to copy from until the end of the block."""
+        if size_bytes > self._slot_bytes:
+            memory = self.carrier.memory(size_bytes)
+            try:
+                yield memory
+            finally:
+                self.drain()
+            return
+        turn = self._next_turn()
+        try:
+            yield self._slots[turn][:size_bytes]
+        finally:
+            self._marks[turn] = self.carrier.mark()
+
+    def drain(self) -> None:
+        """Return when every copy is done."""
+        self.carrier.wait(self.carrier.mark())
+
+    def _next_turn(self) -> int:
+        turn = self._turn
+        self._turn = (turn + 1) % self.carrier.slots
+        if turn == len(self._slots):
+            self._slots.append(self.carrier.memory(self._slot_bytes))
+            self._marks.append(None)
+        else:
+            self.carrier.wait(self._marks[turn])
+        return turn
+
+
+class Rings:
+    """The rings of several threads, each with one of its own per device. At the end of the block all copies are done.
+
+    Made by the thread whose work on the devices comes before and after.
+    """
+
+    def __init__(self, carrier: Callable[[torch.device], Carrier] | None = None) -> None:
+        self._carrier = carrier or _carriers_after_this_thread()
+        self._own = threading.local()
+        self._all: list[Ring] = []
+
+    def of(self, device: torch.device) -> Ring:
+        """The calling thread's ring to a device."""
+        rings: dict[torch.device, Ring] | None = getattr(self._own, "rings", None)
+        if rings is None:
+            rings = self._own.rings = {}
+        if device not in rings:
+            rings[device] = Ring(self._carrier(device))
+            self._all.append(rings[device])
+        return rings[device]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for ring in self._all:
+            ring.drain()
+
+
+def _carriers_after_this_thread() -> Callable[[torch.device], Carrier]:
+    # A stream is current for one thread only, so it must be asked for here and not where the copies are made.
+    if torch.cuda.is_initialized():
+        streams = [torch.cuda.current_stream(index) for index in range(torch.cuda.device_count())]
+    else:
+        streams = []
+
+    def carrier(device: torch.device) -> Carrier:
+        if device.type == "cuda" and device.index is not None:
+            return CudaCarrier(device, streams[device.index])
+        return HostCarrier()
+
+    return carrier

@@ -1,0 +1,109 @@
+"""Hold what was read for live tensors beside them until every rank agrees. Requests enter; filled live tensors leave.
+
+What is held was checked, so it is read and digested once. Where there is no room for that, the caller checks first and
+reads again later. Knows torch and its devices; knows nothing of files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import torch
+
+from holdfast.loading.targets import Request
+
+__all__ = ["Shadows", "room_on"]
+
+_SLAB_BYTES = 1 << 30
+# What torch itself aligns device memory to; any type may be seen at such a place.
+_ALIGNMENT_BYTES = 512
+
+
+@dataclass(slots=True)
+class Shadows:
+    """Live tensors and the memory that stands in for them. `rest` are the requests that there was no room for."""
+
+    live: list[torch.Tensor] = field(default_factory=list)
+    held: list[torch.Tensor] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+    rest: list[Request] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], room: Callable[[torch.device], int]) -> Self:
+        """Take memory for as many of the requests as the room on their devices allows."""
+        shadows = cls()
+        by_device: dict[torch.device, list[Request]] = {}
+        for request in requests:
+            # One that was made in inference mode takes no copy outside of it.
+            if request.target.is_inference():
+                shadows.rest.append(request)
+            else:
+                by_device.setdefault(request.target.device, []).append(request)
+        for device, wanted in by_device.items():
+            shadows._take(wanted, device, room(device))
+        return shadows
+
+    def fill(self) -> None:
+        """Copy what is held to the live tensors, and let go of it."""
+        if self.live:
+            torch._foreach_copy_(self.live, self.held)
+        self.drop()
+
+    def drop(self) -> None:
+        """Let go of what is held. The memory goes back to the devices: not only torch may need it."""
+        on_gpu = any(held.is_cuda for held in self.held)
+        self.live, self.held, self.requests = [], [], []
+        if on_gpu:
+            torch.cuda.empty_cache()
+
+    def _take(self, requests: Iterable[Request], device: torch.device, room_bytes: int) -> None:
+        group: list[Request] = []
+        size = 0
+        for request in requests:
+            needed = _rounded(request.target.nbytes)
+            if needed > room_bytes:
+                self.rest.append(request)
+                continue
+            room_bytes -= needed
+            if group and size + needed > _SLAB_BYTES:
+                self._hold(group, size, device)
+                group, size = [], 0
+            group.append(request)
+            size += needed
+        if group:
+            self._hold(group, size, device)
+
+    def _hold(self, requests: list[Request], size_bytes: int, device: torch.device) -> None:
+        """One piece of memory for all of them: to take it for each would cost more than to fill it."""
+        try:
+            slab = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        except (MemoryError, RuntimeError):  # torch's own errors of that kind are RuntimeErrors
+            self.rest += requests
+            return
+        start = 0
+        for request in requests:
+            target = request.target
+            held = slab[start : start + target.nbytes].view(target.dtype).view(target.shape)
+            start += _rounded(target.nbytes)
+            self.live.append(target)
+            self.held.append(held)
+            self.requests.append(replace(request, target=held, fresh=True))
+
+
+def room_on(device: torch.device) -> int:
+    """How many bytes shadows may take on a device: what is free, but for a tenth of it all, or 2 GiB.
+
+    None in host memory: there the page cache has what was read, and new pages can cost far more than to read it again,
+    where a virtual machine must get them from its host.
+    """
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    kept_by_torch = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(free + kept_by_torch - max(total // 10, 2 << 30))
+
+
+def _rounded(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

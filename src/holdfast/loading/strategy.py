@@ -1,0 +1,113 @@
+"""What to take from a checkpoint and what to do where it does not fit. A value: checked when made, never changed."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Self
+
+from holdfast.errors import UsageError
+from holdfast.ondisk.layout import check_component_name
+
+MODULES = "<modules>"
+OPTIMIZERS = "<optimizers>"
+_KINDS = {MODULES: "module", OPTIMIZERS: "optimizer"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadStrategy:
+    """How to restore.
+
+    only, skip: names of components to restore, or to leave as they are. At most one of them names a component.
+    exclude: globs over leaf names, such as `model.head.*`; these leaves stay as they are. A glob with `param_groups` in
+        it, such as `optimizer.param_groups*`, keeps the live options of an optimizer's groups.
+    strict: a leaf that only one side has, another number of an optimizer's groups, other names of their options,
+        another class or a value of a dict in another form is an error; otherwise a leaf of one side is listed and left
+        as it is, and any other difference is listed as accepted.
+    on_missing: a component that the checkpoint does not have is an "error", or "skip" lists it and goes on.
+    on_world_change: what happens to per-rank state when the number of ranks is another one: "error"; "skip" leaves the
+        live state; "adapt" hands all old ranks' states to the component's `load_world_state(states, index, count)`.
+    on_guard_mismatch: "error", or "warn" to log it and go on.
+    progress: take the step and the counters along; without them the run starts at step 0.
+    """
+
+    only: Sequence[str] | None = None
+    skip: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    strict: bool = True
+    on_missing: Literal["error", "skip"] = "error"
+    on_world_change: Literal["error", "skip", "adapt"] = "error"
+    on_guard_mismatch: Literal["error", "warn"] = "error"
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("only", "skip", "exclude"):
+            object.__setattr__(self, name, _texts(name, getattr(self, name)))
+        for name, allowed in (
+            ("on_missing", ("error", "skip")),
+            ("on_world_change", ("error", "skip", "adapt")),
+            ("on_guard_mismatch", ("error", "warn")),
+            ("strict", (True, False)),
+            ("progress", (True, False)),
+        ):
+            if getattr(self, name) not in allowed:
+                raise UsageError(f"{name}={getattr(self, name)!r}", advice=f"use one of {allowed}")
+        self._check_names()
+
+    @classmethod
+    def weights_only(cls, **changes: object) -> Self:
+        """The models alone, and a run that starts at step 0."""
+        return cls(**{"only": (MODULES,), "progress": False, **changes})  # type: ignore[arg-type]
+
+    @classmethod
+    def warm_start(cls, **changes: object) -> Self:
+        """Models and optimizers, and nothing that counts: schedulers, loaders, random state, the step stay new."""
+        return cls(**{"only": (MODULES, OPTIMIZERS), "progress": False, **changes})  # type: ignore[arg-type]
+
+    def takes(self, component: str, kind: str) -> bool:
+        """Whether a component of this name and kind is to be restored."""
+        if component in self.skip:
+            return False
+        return self.only is None or component in self.only or any(_KINDS.get(name) == kind for name in self.only)
+
+    def named(self) -> list[str]:
+        """The components that were named one by one: they must exist."""
+        return [name for name in (*(self.only or ()), *self.skip) if name not in _KINDS]
+
+    def excluding(self, leaf: str) -> str | None:
+        """The first glob that excludes a leaf, or None."""
+        return next((glob for glob, pattern in _compiled(tuple(self.exclude)) if pattern.match(leaf)), None)
+
+    def keeping_options(self, group: str) -> str | None:
+        """The first glob that keeps the live options of an optimizer's group, such as `optimizer.param_groups.0`. One
+        that is meant for tensors, such as `optimizer.*`, does not."""
+        found = (glob for glob, pattern in _compiled(tuple(self.exclude)) if pattern.match(group))
+        return next((glob for glob in found if "param_groups" in glob), None)
+
+    def _check_names(self) -> None:
+        if self.only is not None and not self.only:
+            raise UsageError("only=() restores nothing", advice="leave it out, or name components")
+        both = sorted(set(self.only or ()) & set(self.skip))
+        if both:
+            raise UsageError(f"{', '.join(both)}: named in only= and in skip=", advice="name it in one of them")
+        for name in self.named():
+            check_component_name(name)
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(globs: tuple[str, ...]) -> tuple[tuple[str, re.Pattern[str]], ...]:
+    """Return the globs as patterns, compiled once: a restore asks about every leaf."""
+    return tuple((glob, re.compile(fnmatch.translate(glob))) for glob in globs)
+
+
+def _texts(name: str, value: object) -> tuple[str, ...] | None:
+    if value is None and name == "only":
+        return None
+    if isinstance(value, str) or not isinstance(value, Sequence | set | frozenset):
+        raise UsageError(f"{name}={value!r}", advice=f"{name} takes a list of texts")
+    if not all(isinstance(text, str) and text for text in value):
+        raise UsageError(f"{name}={value!r}", advice=f"{name} takes a list of texts that are not empty")
+    return tuple(value)

@@ -1,0 +1,1 @@
+"""What users call: arguments in, pipelines called, results out."""

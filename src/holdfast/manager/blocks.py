@@ -1,0 +1,165 @@
+"""Building blocks for those who need no manager: look at a run, verify it, take and give back state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from holdfast.errors import CheckpointNotFoundError, UsageError
+from holdfast.loading import resolve as resolving
+from holdfast.loading.resolve import Location
+from holdfast.runs import doctor
+from holdfast.runs import verify as verifying
+from holdfast.runs.catalog import Catalog, Checkpoint
+from holdfast.runs.doctor import Finding
+from holdfast.runs.housekeeping import Housekeeper
+from holdfast.runs.lease import Claim, Lease, holder, reading
+from holdfast.runs.policies import KeepPolicy
+from holdfast.runs.report import Report
+from holdfast.runs.retain import Decision
+from holdfast.runs.selector import Selector
+
+
+def resolve(run: Location, selector: str | int = "latest") -> Checkpoint:
+    """The checkpoint that is meant: a run and a selector, or the path of a checkpoint, a manifest or a link."""
+    return resolving.resolve(run, selector)
+
+
+def peek(run: Location, selector: str | int = "latest") -> Checkpoint | None:
+    """The checkpoint that is meant, or None where `latest` finds nothing. Loads nothing."""
+    catalog, chosen = resolving.locate(run, selector)
+    if chosen.kind == "latest" and not catalog.holds_something():
+        return None
+    return catalog.find(chosen)
+
+
+def is_restart(run: Location) -> bool:
+    """Whether the run has a checkpoint to resume from. A damaged one counts: such a run must not start afresh."""
+    catalog, _ = resolving.locate(run)
+    return catalog.holds_something()
+
+
+def checkpoints(run: Location) -> list[Checkpoint]:
+    """The run's committed checkpoints, the latest first. Loads nothing."""
+    catalog, _ = resolving.locate(run)
+    return list(catalog.scan().checkpoints)
+
+
+def verify(
+    run: Location,
+    selector: str | int = "latest",
+    depth: Literal["full", "quick"] = "full",
+    *,
+    on_bytes: Callable[[int], None] | None = None,
+) -> Report:
+    """Check a checkpoint against its manifest and name every damage: file, leaf and byte range."""
+    meant = resolving.resolve(run, selector)
+    with reading(meant.storage, meant.folder):
+        # Again: from here on nobody removes it, and a moment ago somebody may have.
+        found = Catalog(meant.storage).find(Selector("folder", name=meant.folder))
+        return verifying.verify(found, depth, on_bytes=on_bytes)
+
+
+def retention(run: Location, keep: KeepPolicy) -> list[Decision]:
+    """What a policy would keep of a run and what it would remove, each with its reasons. Does nothing."""
+    keep, catalog = _checked(keep), _whole_run(run)
+    _require_metrics(keep, catalog)
+    return Housekeeper(catalog, keep=keep).plan()
+
+
+def prune(run: Location, keep: KeepPolicy) -> list[Decision]:
+    """Remove what a policy does not keep, and what abandoned attempts left. Gives what was decided.
+
+    Only where nobody writes: a run that is being trained is a RunInUseError, and its own manager prunes it.
+    """
+    keep, catalog = _checked(keep), _whole_run(run)
+    _require_metrics(keep, catalog)
+    lease = Lease.acquire(catalog.storage, from_this_process=False, close_attempts=catalog.close_attempts)
+    try:
+        # The links are the training's own, and stay as far as they lead anywhere.
+        return Housekeeper(catalog, keep=keep, links=False, may_write=lease.require).tidy()
+    finally:
+        lease.release()
+
+
+def unlock(run: Location, *, force: bool = False) -> Claim | None:
+    """Free a run whose writer is gone for the next one at once, and return the claim that was in the way, if one was.
+
+    A process that holds the run and lives is a `RunInUseError`; one that cannot be seen from here is watched for a sign
+    of life for as long as its claim says, two minutes at most. `force` asks nobody: that process cannot commit any
+    more, and its saves fail from then on.
+    """
+    catalog = _existing_run(run)
+    found = holder(catalog.storage)
+    if found is not None:
+        # To take it and to give it back: what the last holder had begun is closed, so that it cannot commit.
+        close = catalog.close_attempts
+        Lease.acquire(catalog.storage, from_this_process=False, force=force, close_attempts=close).release()
+    return found
+
+
+def examine(run: Location) -> list[Finding]:
+    """Return what is damaged, unfinished or left over in a run: records, attempts, marks of readers, links. Changes
+    nothing, and reads no tensors; `verify` does."""
+    return doctor.examine(_existing_run(run))
+
+
+def mend(run: Location) -> list[Finding]:
+    """Mend the records of a run as far as that is safe, and return every finding, with what was mended. No checkpoint
+    is touched. Only where nobody writes: a run that is being trained is a `RunInUseError`."""
+    return doctor.mend(_existing_run(run))
+
+
+def _existing_run(run: Location) -> Catalog:
+    catalog, chosen = resolving.locate(run)
+    if chosen.kind != "latest":
+        raise UsageError(f"'{chosen}' names one checkpoint", advice="give the run alone")
+    if not catalog.storage.entries(""):
+        raise CheckpointNotFoundError("there is no run", run=catalog.storage.url, advice="check the path")
+    return catalog
+
+
+def _whole_run(run: Location) -> Catalog:
+    catalog, chosen = resolving.locate(run)
+    if chosen.kind != "latest":
+        raise UsageError(f"'{chosen}' names one checkpoint", advice="give the run alone: a policy is about all of it")
+    if not catalog.holds_something():
+        raise CheckpointNotFoundError("there is no checkpoint", run=catalog.storage.url)
+    return catalog
+
+
+def _checked(keep: object) -> KeepPolicy:
+    if not isinstance(keep, KeepPolicy):
+        raise UsageError(f"keep={keep!r:.100}", advice="give a policy such as KeepLast(3), or several with |")
+    return keep
+
+
+def _require_metrics(keep: KeepPolicy, catalog: Catalog) -> None:
+    """A manager that keeps by a metric that no checkpoint has only warns: it may be reported late. Here it is a name
+    that was spelled wrong, and what should have been kept as the best would go."""
+    if not keep.metrics:
+        return
+    known = {name for found in catalog.scan().checkpoints if not found.damage for name in found.metrics}
+    for metric, _ in keep.metrics:
+        if metric not in known:
+            raise UsageError(
+                f"no checkpoint has the metric '{metric}'",
+                run=catalog.storage.url,
+                advice=f"there are: {', '.join(sorted(known)) or 'none'}",
+            )
+
+
+def build_train_state(components: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of every component as nested dicts, tensors still the live ones, in the form that is stored."""
+    from holdfast.state.live import component_state
+    from holdfast.state.naming import random_state_last
+
+    taken = {name: component_state(name, one, components) for name, one in random_state_last(components)}
+    return {name: taken[name] for name in components}
+
+
+def restore_train_state(components: Mapping[str, Any], train_state: Mapping[str, Any]) -> None:
+    """Give state that `build_train_state` took back to the components, all of it or, on a mismatch, none of it."""
+    from holdfast.state.live import restore_state
+
+    restore_state(components, train_state)

@@ -1,0 +1,82 @@
+"""What a caller holds of a save: whether it is staged, done, and the checkpoint that it became."""
+
+from __future__ import annotations
+
+import logging
+
+from holdfast.errors import CheckpointNotFoundError, HoldfastError, KeyMissingError
+from holdfast.runs.catalog import Catalog, Checkpoint
+from holdfast.saving.background import PendingSave, Saved
+
+logger = logging.getLogger("holdfast")
+
+__all__ = ["SaveHandle"]
+
+
+class SaveHandle:
+    """One save, which may still be under way."""
+
+    def __init__(self, pending: PendingSave, catalog: Catalog) -> None:
+        self.step = pending.step
+        self._pending = pending
+        self._catalog = catalog
+        self._checkpoint: Checkpoint | None = None
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the step was committed before, so that nothing was written."""
+        return self._pending.skipped
+
+    def staged(self) -> bool:
+        """Whether the state is copied, so that the training may change its tensors in any way. In the pinned modes the
+        optimizers' steps wait for it by themselves."""
+        return self._pending.staged()
+
+    def done(self) -> bool:
+        """Whether the save came to its end: committed, or failed, which `wait` then raises."""
+        return self._pending.done()
+
+    def wait(self) -> Checkpoint:
+        """The committed checkpoint, as soon as it is; raises what failed.
+
+        The outcome is the same on every rank. On one that cannot read the manifest, `step`, `folder`, `path`, `digest`,
+        `sequence` and `size_bytes` are what the leader committed, and everything else is read when it is asked for.
+        """
+        saved = self._pending.result()
+        if self._checkpoint is not None:
+            return self._checkpoint
+        try:
+            self._checkpoint = self._read(saved)
+        except KeyMissingError as error:
+            raise CheckpointNotFoundError(
+                f"the checkpoint was committed in {saved.folder}, which was removed since",
+                run=self._catalog.storage.url,
+                step=self.step,
+                advice="retention or another process removed it; save a step that keep= keeps, or tag it",
+            ) from error
+        except HoldfastError as error:
+            logger.warning(
+                "step %d is committed in %s, but this process cannot read its records now: %s",
+                self.step,
+                saved.folder,
+                error,
+            )
+            # Not kept: the next call tries again.
+            return self._catalog.announced(
+                saved.folder, self.step, saved.digest, sequence=saved.sequence, size_bytes=saved.size_bytes
+            )
+        return self._checkpoint
+
+    def _read(self, saved: Saved) -> Checkpoint:
+        found = self._pending.checkpoint or self._catalog.read(saved.folder)
+        # One that was there before has what was said of it since, and by this save.
+        return self._catalog.annotated(found) if saved.skipped else found
+
+    def __repr__(self) -> str:
+        if not self._pending.done():
+            state = "staged" if self._pending.staged() else "under way"
+        elif self._pending.error is not None:
+            state = "failed"
+        else:
+            state = "committed before" if self.skipped else "committed"
+        return f"SaveHandle(step={self.step}, {state})"

@@ -1,0 +1,186 @@
+"""Check what a caller passes to a save, and encode it. Arguments enter; values that a manifest can hold leave."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy
+import torch
+
+from holdfast.errors import UsageError
+from holdfast.ondisk.codec import MAX_DEPTH, Json, encode, is_registered
+from holdfast.ondisk.layout import as_integer
+from holdfast.ondisk.manifest import STATE_DICT_NOTE
+from holdfast.state.tensors import inline_text
+
+__all__ = [
+    "agree_on",
+    "agree_on_run",
+    "check_callable",
+    "check_epoch",
+    "check_limit",
+    "check_metrics",
+    "check_timeout",
+    "encoded",
+    "encoded_config",
+    "encoded_metrics",
+    "one_of",
+    "plain_step",
+]
+
+
+def check_timeout(timeout: object) -> None:
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
+        raise UsageError(f"timeout={timeout!r}", advice="give a positive number of seconds")
+
+
+def check_epoch(epoch: object) -> int | None:
+    number = None if epoch is None else as_integer(epoch)
+    if epoch is not None and (number is None or number < 0):
+        raise UsageError(f"epoch={epoch!r:.40}", advice="give the number of epochs that are done, an int from 0 on")
+    return number
+
+
+def plain_step(step: Any) -> Any:
+    """Return a step as an int where it is one. What is not is refused later, where all ranks are told."""
+    number = as_integer(step)
+    return step if number is None else number
+
+
+def encoded_config(config: Any) -> Json:
+    """Return the stored form of a configuration: of a dataclass, a namespace, any mapping or sequence, or an object
+    with `to_dict`, its content."""
+    return encode(_plain_config(config, 0), path="config", on_tensor=None)
+
+
+def _plain_config(value: Any, depth: int) -> Any:
+    # Deeper than the codec goes: that is where a config that contains itself is refused.
+    if depth > MAX_DEPTH + 1 or isinstance(value, str | bytes | torch.Tensor | numpy.ndarray | type):
+        return value
+    inner = partial(_plain_config, depth=depth + 1)
+    if type(value) in (OrderedDict, defaultdict):
+        return value
+    if isinstance(value, Mapping):
+        return {key: inner(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(inner, value))
+    if isinstance(value, argparse.Namespace):
+        return {key: inner(item) for key, item in vars(value).items()}
+    if is_registered(type(value)):
+        return value
+    if dataclasses.is_dataclass(value):
+        return {part.name: inner(getattr(value, part.name)) for part in dataclasses.fields(value)}
+    if callable(getattr(value, "to_dict", None)):
+        return inner(value.to_dict())
+    if isinstance(value, Sequence) and not isinstance(value, tuple | range):
+        return [inner(item) for item in value]
+    return value
+
+
+def check_limit(limit: object) -> None:
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
+        raise UsageError(f"staging_limit_bytes={limit!r}", advice="give a number of bytes, or None for no limit")
+
+
+def check_callable(name: str, value: object) -> None:
+    if value is not None and not callable(value):
+        raise UsageError(f"{name}={value!r:.100}", advice="give a function that takes an event")
+
+
+def encoded(name: str, values: Mapping[str, Any] | None) -> dict[str, Json]:
+    if values is None:
+        return {}
+    _check_keys(name, values)
+    if name == "extra" and STATE_DICT_NOTE in values:
+        raise UsageError(
+            f"extra has the key '{STATE_DICT_NOTE}', under which Holdfast notes how a plain state dict was laid out",
+            advice="use another key",
+        )
+    in_place = inline_text if name == "extra" else None
+    return {
+        key: encode(value, path=f"{name}.{key}", on_tensor=in_place, in_state=False) for key, value in values.items()
+    }
+
+
+def _check_keys(name: str, values: object) -> None:
+    if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
+        raise UsageError(f"{name} is a mapping with texts as keys, not {values!r:.100}")
+    for key in values:
+        try:
+            key.encode()
+        except UnicodeEncodeError:
+            raise UsageError(f"{name} has the key {key!r:.100}, which is no valid Unicode text") from None
+
+
+def encoded_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Json]:
+    check_metrics(metrics)
+    return encoded("metrics", {name: _number(value) for name, value in (metrics or {}).items()})
+
+
+def check_metrics(metrics: object) -> None:
+    """Refuse what is no number. A tensor is asked for its type, never for its value, which a GPU may not have yet."""
+    if metrics is None:
+        return
+    if not isinstance(metrics, Mapping):
+        raise UsageError(f"metrics is a mapping of numbers by name, not {metrics!r:.100}")
+    _check_keys("metrics", metrics)
+    for name, value in metrics.items():
+        if not _is_number(value):
+            raise UsageError(
+                f"the metric {name!r} is {_described(value)}, not a number", advice="use extra= for other values"
+            )
+
+
+def _is_number(value: Any) -> bool:
+    """A loss is often still a tensor or a numpy scalar; ranking wants the number."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex() and not value.is_meta
+    return isinstance(_number(value), int | float)
+
+
+def _number(value: Any) -> Any:
+    one_element = isinstance(value, torch.Tensor | numpy.generic | numpy.ndarray) and math.prod(value.shape) == 1
+    return value.item() if one_element else value
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)} and {value.dtype} on {value.device}"
+    return f"{value!r:.100}"
+
+
+def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UsageError(f"{name}={value!r}", advice=f"use one of {', '.join(map(repr, allowed))}")
+
+
+def agree_on(label: str, words: list[str]) -> None:
+    for rank, word in enumerate(words):
+        if word != words[0]:
+            raise UsageError(f"the ranks disagree in {label}: {words[0]} on rank 0 and {word} on rank {rank}")
+
+
+Introduction = tuple[str, str, list[str], str]
+"""What a rank says when a run is opened: the run, the mode, its components' names, and what it does with replicas."""
+
+
+def agree_on_run(words: list[Introduction]) -> None:
+    # Pipeline ranks may hold different components. What a name stands for may not differ, and the plan checks that.
+    if not all(names for _, _, names, _ in words):
+        raise UsageError("some ranks have no component at all")
+    # Ranks that write to different folders would commit a checkpoint of which a part lies elsewhere.
+    run = words[0][0]
+    agree_on("mode", [mode for _, mode, _, _ in words])
+    agree_on("replicas", [replicas for *_, replicas in words])
+    for rank, (other, *_) in enumerate(words):
+        if other != run:
+            raise UsageError(
+                f"the ranks have different runs: {run} on rank 0 and {other} on rank {rank}",
+                advice="give every rank the same run, and build managers in the same order on every rank",
+            )

@@ -1,0 +1,145 @@
+"""The frame of a tensor file: an ordinary safetensors header, padded so that the data starts on a 4 KiB boundary.
+
+Chunks enter in any order; the header and each chunk's place leave. Knows no torch and opens nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+from holdfast.errors import CorruptCheckpointError, UsageError
+from holdfast.ondisk.boxes import MAX_DIMENSIONS, Box
+from holdfast.ondisk.dtypes import STORED_CODES, ElementType, element_type
+from holdfast.ondisk.wire import from_json
+
+ALIGNMENT = 4096
+SMALL_BYTES = 256 << 10
+"""A chunk below this size is small: what it costs is to be handled, not to be moved."""
+MAX_HEADER_BYTES = 100_000_000
+"""The limit that safetensors itself puts on a header."""
+
+
+class FramedChunk(NamedTuple):
+    """One chunk of a leaf as a file holds it."""
+
+    leaf: str
+    kind: ElementType
+    box: Box
+    size_bytes: int
+
+    @classmethod
+    def of(cls, leaf: str, dtype: str, box: Box) -> FramedChunk:
+        kind = element_type(dtype)
+        return cls(leaf, kind, box, math.prod(box.sizes) * kind.item_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A file's header and the absolute place of each chunk, in the order in which the file holds them."""
+
+    header: bytes
+    chunks: tuple[FramedChunk, ...]
+    starts: tuple[int, ...]
+    size_bytes: int
+
+
+def frame(chunks: Sequence[FramedChunk]) -> Frame:
+    """Lay chunks out as one safetensors file, without holes."""
+    # Larger elements first: each chunk then starts at a multiple of its element's size, which mapping readers need.
+    # Among them small chunks first, by size: neighbours can then be moved together, thousands of them at a time.
+    ordered = tuple(sorted(chunks, key=lambda chunk: (-chunk.kind.alignment, min(chunk.size_bytes, SMALL_BYTES))))
+    entries: dict[str, object] = {"__metadata__": _notes(ordered)}
+    position = 0
+    relative = []
+    for chunk in ordered:
+        kind = chunk.kind
+        end = position + chunk.size_bytes
+        entries[chunk.leaf] = {
+            "dtype": kind.code,
+            "shape": kind.stored_shape(chunk.box.sizes),
+            "data_offsets": (position, end),
+        }
+        relative.append(position)
+        position = end
+    header = _padded(msgspec.json.encode(entries))
+    if len(header) > MAX_HEADER_BYTES:
+        raise UsageError(
+            f"the names of {len(ordered)} tensors make a header of {len(header):,} bytes, over the limit of "
+            f"{MAX_HEADER_BYTES:,}",
+            advice="give the tensors shorter names",
+        )
+    return Frame(header, ordered, tuple(len(header) + start for start in relative), len(header) + position)
+
+
+def _notes(chunks: Sequence[FramedChunk]) -> dict[str, str]:
+    """The note that lets PyTorch's own reader put shards together. It wants every key of the file in it."""
+    offsets = {chunk.leaf: {"saved_offsets": chunk.kind.stored_offsets(chunk.box.offsets)} for chunk in chunks}
+    return {
+        "format": "pt",
+        "holdfast_format": "1",
+        "DCP_VERSION": "1.0",
+        "DCP_SHARDING_INFO": msgspec.json.encode(offsets).decode(),
+    }
+
+
+def _padded(text: bytes) -> bytes:
+    length = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT - 8
+    return struct.pack("<Q", length) + text.ljust(length, b" ")
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderEntry:
+    """What a header says of one tensor: the stored type and shape, and its bytes' absolute place."""
+
+    code: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+class _RawEntry(msgspec.Struct, frozen=True):
+    dtype: str
+    # Limited before anything is multiplied: the product of a megabyte of sizes takes longer than anybody waits.
+    shape: Annotated[
+        tuple[Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)], ...], msgspec.Meta(max_length=MAX_DIMENSIONS + 1)
+    ]
+    data_offsets: tuple[int, int]
+
+
+def header_length(first_bytes: bytes, file_bytes: int) -> int:
+    """The whole header's length, its own eight bytes counted in, checked against the file before anything is read."""
+    if len(first_bytes) != 8:
+        raise CorruptCheckpointError("the file is too short for a safetensors header")
+    length = 8 + int(struct.unpack("<Q", first_bytes)[0])
+    if length > min(file_bytes, MAX_HEADER_BYTES):
+        raise CorruptCheckpointError(f"the header claims {length} bytes, the file has {file_bytes}")
+    return length
+
+
+def parse_header(header: bytes, file_bytes: int) -> dict[str, HeaderEntry]:
+    """Every tensor that a header lists. A header that lies about sizes or places is refused."""
+    try:
+        raw = from_json(header[8:], dict[str, msgspec.Raw])
+        raw.pop("__metadata__", None)
+        entries = {name: from_json(entry, _RawEntry) for name, entry in raw.items()}
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise CorruptCheckpointError(f"the header is no safetensors header: {error}") from None
+    return {name: _checked(name, entry, len(header), file_bytes) for name, entry in entries.items()}
+
+
+def _checked(name: str, entry: _RawEntry, base: int, file_bytes: int) -> HeaderEntry:
+    item_bytes = STORED_CODES.get(entry.dtype)
+    start, end = entry.data_offsets
+    if item_bytes is None:
+        raise CorruptCheckpointError(f"the header names an unknown type {entry.dtype!r}", leaf=name)
+    if math.prod(entry.shape) * item_bytes != end - start:
+        raise CorruptCheckpointError(f"the header's shape {list(entry.shape)} does not fit its bytes", leaf=name)
+    if not 0 <= start <= end <= file_bytes - base:
+        raise CorruptCheckpointError(f"the header places bytes {start}-{end} outside of the file", leaf=name)
+    return HeaderEntry(entry.dtype, entry.shape, base + start, base + end)

@@ -1,0 +1,1 @@
+"""The only way to other processes of the training."""

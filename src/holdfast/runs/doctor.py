@@ -1,0 +1,282 @@
+"""Examine the records of a run, and mend what is safe to mend. A catalog enters, findings leave. Knows no torch.
+
+No checkpoint is ever changed or removed here, and no checkpoint's files are read but its manifest: `verify` does that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from holdfast.errors import DamagedRecordError, KeyMissingError, StorageError, UnsupportedFormatError
+from holdfast.ondisk import layout
+from holdfast.runs.attempts import MAX_PLAUSIBLE_LEASE_NUMBER, AttemptRecord
+from holdfast.runs.catalog import Catalog, Checkpoint, Scan
+from holdfast.runs.housekeeping import Housekeeper
+from holdfast.runs.identity import Identity, is_alive
+from holdfast.runs.lease import Lease, claim_names, foreign_claims, read_claim, reader_claims, require_free
+from holdfast.runs.notes import parse_note_name
+from holdfast.storage.displacing import obstruction_of, remove_or_set_aside, set_aside
+
+__all__ = ["Finding", "Kind", "examine", "mend"]
+
+Kind = Literal["checkpoint", "run", "attempt", "note", "lease", "reader", "link", "orphan"]
+
+_SHOWN_RANKS = 8
+_OWN_NAMES = {layout.RUN_KEY, layout.LEASE, layout.READERS, layout.NOTES}
+_RENAMED = "is renamed to set-aside-...: nothing in it is lost"
+_RECEIPT_END = ".receipt.json"
+_RANK_FILE = re.compile(r"rank-([0-9]{5})\.", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is not as it should be. `damage`: bytes are wrong, and not only left over. `mendable`: `mend` sets
+    it right; otherwise `remedy` says what a person can do. `mended`: that was done."""
+
+    kind: Kind
+    path: str
+    problem: str
+    remedy: str = ""
+    damage: bool = False
+    mendable: bool = False
+    mended: bool = False
+
+
+def examine(catalog: Catalog) -> list[Finding]:
+    """Return everything that is damaged, unfinished or left over in a run. Changes nothing."""
+    scan = catalog.scan()
+    return [
+        *_checkpoints(scan),
+        *_run(catalog, scan),
+        *_lease(catalog),
+        *_attempts(catalog, scan),
+        *_notes(catalog, scan),
+        *_readers(catalog),
+        *_links(catalog, scan),
+        *_orphans(catalog, scan),
+    ]
+
+
+def mend(catalog: Catalog) -> list[Finding]:
+    """Mend what is safe to mend and return every finding, those that are gone marked as `mended`.
+
+    A `RunInUseError` while a process that lives writes to the run: its records are its own.
+    """
+    before = examine(catalog)
+    _remove_obstacles(catalog, before)
+    lease = Lease.acquire(catalog.storage, from_this_process=False, close_attempts=catalog.close_attempts)
+    try:
+        _mend_run(catalog, before)
+        # It removes the bytes of attempts that can never be committed, marks of readers that are gone, and notes on
+        # checkpoints that are.
+        # While the notes cannot be listed it could not tell what was noted on what.
+        if obstruction_of(catalog.storage, layout.NOTES) is None:
+            Housekeeper(catalog, keep=None, links=False, may_write=lease.require).clear_debris()
+        _mend_links(catalog, before)
+        _remove_damaged_claims(catalog, lease.number)
+    finally:
+        lease.release()
+    left = {(finding.kind, finding.path) for finding in examine(catalog)}
+    return [replace(finding, mended=(finding.kind, finding.path) not in left) for finding in before]
+
+
+# What is found
+
+
+def _checkpoints(scan: Scan) -> Iterator[Finding]:
+    for skipped in scan.damaged:
+        path = layout.key(skipped.folder, layout.MANIFEST)
+        remedy = "restore the file from a copy, or delete the folder"
+        if skipped.newer:
+            remedy = "use a newer version of Holdfast"
+        yield Finding("checkpoint", path, skipped.reason, remedy, damage=not skipped.newer)
+
+
+def _run(catalog: Catalog, scan: Scan) -> Iterator[Finding]:
+    remedy = "is written again with the id that the newest checkpoint states"
+    try:
+        run_id = catalog.read_run()
+    except DamagedRecordError as error:
+        yield Finding("run", layout.RUN_KEY, error.problem, remedy, damage=True, mendable=True)
+    except UnsupportedFormatError as error:
+        # A version that writes a newer format writes newer manifests, too.
+        if scan.checkpoints and not any(skipped.newer for skipped in scan.damaged):
+            problem = f"{error.problem}, but every checkpoint is of a format that is known"
+            yield Finding("run", layout.RUN_KEY, problem, remedy, damage=True, mendable=True)
+        else:
+            yield Finding("run", layout.RUN_KEY, error.problem, "use a newer version of Holdfast")
+    else:
+        if run_id is None and scan.checkpoints:
+            yield Finding("run", layout.RUN_KEY, "the record of the run is missing", remedy, mendable=True)
+
+
+def _lease(catalog: Catalog) -> Iterator[Finding]:
+    if (obstruction := obstruction_of(catalog.storage, layout.LEASE)) is not None:
+        yield Finding("lease", layout.LEASE, obstruction.problem, _RENAMED, damage=True, mendable=True)
+        return
+    for name in foreign_claims(catalog.storage):
+        path = layout.key(layout.LEASE, name)
+        yield Finding(
+            "lease", path, "no writer has counted up to this number", "is removed", damage=True, mendable=True
+        )
+    for number in claim_names(catalog.storage):
+        try:
+            read_claim(catalog.storage, number)
+        except DamagedRecordError as error:
+            remedy = "is removed if no sign of its holder is seen for a minute"
+            yield Finding("lease", _claim_path(number), error.problem, remedy, damage=True, mendable=True)
+
+
+def _attempts(catalog: Catalog, scan: Scan) -> Iterator[Finding]:
+    for folder in scan.attempts:
+        record = catalog.attempt(folder)
+        state = "was given up" if folder in scan.closed else "was never committed"
+        problem = f"{state}; {_who(record)}; {_missing(catalog, folder, record)}"
+        yield Finding("attempt", folder, problem, "is cleared when its writer is seen to be gone", mendable=True)
+    for folder in (*scan.attempts, *(found.folder for found in scan.checkpoints)):
+        path = layout.key(folder, layout.ATTEMPT)
+        try:
+            record = catalog.read_attempt(folder)
+        except KeyMissingError:
+            continue
+        except DamagedRecordError as error:
+            yield Finding("attempt", path, error.problem, "nothing: no checkpoint needs the record", damage=True)
+            continue
+        if record.lease > MAX_PLAUSIBLE_LEASE_NUMBER:
+            problem = f"no writer has counted up to lease number {record.lease}"
+            remedy = "is removed: no checkpoint needs the record"
+            yield Finding("attempt", path, problem, remedy, damage=True, mendable=True)
+
+
+def _who(record: AttemptRecord) -> str:
+    if record.process is None:
+        return "its writer is unknown"
+    writer = Identity(record.host, record.machine, record.process, record.birth)
+    seen = {True: "lives", False: "is gone", None: "cannot be seen from here"}[is_alive(writer)]
+    return f"{writer}, which began it, {seen}"
+
+
+def _missing(catalog: Catalog, folder: str, record: AttemptRecord) -> str:
+    names = {entry.name for entry in catalog.storage.entries(folder)}
+    ranks = {int(match[1]) for match in map(_RANK_FILE.match, names) if match}
+    absent = record.world_size - len({rank for rank in ranks if rank < record.world_size})
+    missing = [name for name in (layout.MANIFEST, layout.ATTEMPT) if name not in names]
+    if absent > 0:
+        # Not all of them: a damaged record can state any number of ranks.
+        first = (rank for rank in range(record.world_size) if rank not in ranks)
+        shown = [str(rank) for rank, _ in zip(first, range(min(absent, _SHOWN_RANKS)), strict=False)]
+        missing.append(f"the files of {absent} of {record.world_size} ranks ({', '.join(shown)})")
+    return f"missing: {', '.join(missing)}" if missing else "nothing is missing"
+
+
+def _notes(catalog: Catalog, scan: Scan) -> Iterator[Finding]:
+    if (obstruction := obstruction_of(catalog.storage, layout.NOTES)) is not None:
+        remedy = "move it away by hand: tags are unknown until then, and retention keeps every checkpoint"
+        yield Finding("note", layout.NOTES, obstruction.problem, remedy, damage=True)
+        return
+    for name in catalog.note_names():
+        parsed, path = parse_note_name(name), layout.key(layout.NOTES, name)
+        if parsed is None:
+            continue
+        try:
+            catalog.read_note(name)
+        except DamagedRecordError as error:
+            remedy = f"delete it if {parsed.folder} needs no tag: retention keeps that checkpoint until then"
+            yield Finding("note", path, error.problem, remedy, damage=True)
+        else:
+            if catalog.is_gone(parsed.folder, scan):
+                yield Finding("orphan", path, f"{parsed.folder} is gone", "is removed", mendable=True)
+
+
+def _readers(catalog: Catalog) -> Iterator[Finding]:
+    if (obstruction := obstruction_of(catalog.storage, layout.READERS)) is not None:
+        yield Finding("reader", layout.READERS, obstruction.problem, _RENAMED, damage=True, mendable=True)
+        return
+    for name, claim in reader_claims(catalog.storage):
+        path = layout.key(layout.READERS, name)
+        if isinstance(claim, DamagedRecordError):
+            remedy = "a training removes it after a minute without a sign of its reader"
+            yield Finding("reader", path, claim.problem, remedy, damage=True)
+        elif claim is not None and is_alive(claim.holder) is False:
+            yield Finding("reader", path, f"{claim.holder}, which read it, is gone", "is removed", mendable=True)
+
+
+def _links(catalog: Catalog, scan: Scan) -> Iterator[Finding]:
+    links: Any = getattr(catalog.storage, "links", None)
+    for name, target in links().items() if links is not None else ():
+        if layout.parse_folder(target) is not None and catalog.is_gone(target, scan):
+            yield Finding("link", name, f"points to {target}, which is gone", "is removed", mendable=True)
+
+
+def _orphans(catalog: Catalog, scan: Scan) -> Iterator[Finding]:
+    remedy = "not Holdfast's: nothing is done about it"
+    for entry in catalog.storage.entries(""):
+        if entry.name not in _OWN_NAMES and not (entry.is_folder and layout.parse_folder(entry.name)):
+            yield Finding("orphan", entry.name, "is no part of the run", remedy)
+    for checkpoint in scan.checkpoints:
+        for name in _unlisted(catalog, checkpoint):
+            path = checkpoint.key(name)
+            yield Finding("orphan", path, "is not listed in the manifest", "delete it if you do not know it")
+
+
+def _unlisted(catalog: Catalog, checkpoint: Checkpoint) -> list[str]:
+    listed = {file.name.partition("/")[0] for file in checkpoint.head.files} | {layout.MANIFEST, layout.ATTEMPT}
+    names = (entry.name for entry in catalog.storage.entries(checkpoint.folder))
+    return [name for name in names if name not in listed and not name.endswith(_RECEIPT_END)]
+
+
+# What is done about it
+
+
+def _remove_obstacles(catalog: Catalog, findings: Sequence[Finding]) -> None:
+    """Remove what keeps every process from the lease, so it is done without one, but not while the run is held."""
+    for path in {finding.path for finding in findings if finding.path in (layout.LEASE, layout.READERS)}:
+        set_aside(catalog.storage, path)
+    foreign = {layout.key(layout.LEASE, name) for name in foreign_claims(catalog.storage)}
+    attempts = {found.path for found in _of_kind(findings, "attempt") if found.damage and found.mendable}
+    if foreign or attempts:
+        # A process that lives may have counted on from such a number.
+        require_free(catalog.storage)
+    for path in sorted(foreign | attempts):
+        remove_or_set_aside(catalog.storage, path)
+
+
+def _mend_run(catalog: Catalog, findings: Sequence[Finding]) -> None:
+    found = _of_kind(findings, "run")
+    if not any(finding.mendable for finding in found):
+        return
+    if any(finding.damage for finding in found):
+        remove_or_set_aside(catalog.storage, layout.RUN_KEY)
+    catalog.open_run()
+
+
+def _mend_links(catalog: Catalog, findings: Sequence[Finding]) -> None:
+    storage: Any = catalog.storage
+    for finding in _of_kind(findings, "link"):
+        with contextlib.suppress(KeyMissingError):  # somebody else removed it
+            storage.unpoint(finding.path)
+
+
+def _remove_damaged_claims(catalog: Catalog, number: int) -> None:
+    """Remove what cannot be decoded below the number that this process holds: its holder, if there is one, has lost the
+    run and finds that out by the higher number."""
+    for older in claim_names(catalog.storage):
+        if older >= number:
+            continue
+        try:
+            read_claim(catalog.storage, older)
+        except DamagedRecordError:
+            with contextlib.suppress(StorageError):  # what is left is found again, and is not reported as mended
+                remove_or_set_aside(catalog.storage, _claim_path(older))
+
+
+def _of_kind(findings: Iterable[Finding], kind: Kind) -> list[Finding]:
+    return [finding for finding in findings if finding.kind == kind]
+
+
+def _claim_path(number: int) -> str:
+    return layout.key(layout.LEASE, f"{number:09d}.json")

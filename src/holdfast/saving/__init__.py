@@ -1,0 +1,1 @@
+"""The save, in order."""

@@ -1,0 +1,223 @@
+"""Turn live training objects into named leaves. Knows torch; knows nothing of files, plans or formats.
+
+Nothing is changed by being captured.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import torch
+from blake3 import blake3
+
+from holdfast.errors import UsageError
+from holdfast.ondisk import layout
+from holdfast.ondisk.boxes import Cut, whole
+from holdfast.ondisk.manifest import MeshRecord
+from holdfast.state.frozen import take_frozen
+from holdfast.state.live import component_state, tree_of
+from holdfast.state.naming import cut_at, cuts_of, models_of, random_state_last, scope_of
+from holdfast.state.recall import Remembered, remember
+from holdfast.state.records import CapturedTree, CarriedTree, FrozenEntry, Inventory, PartEntry, TreeEntry
+from holdfast.state.tensors import (
+    dtype_name,
+    held_piece,
+    host_pieces,
+    is_sharded,
+    mesh_of,
+    ranks_of,
+    whole_shape,
+)
+
+_PIECE_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """The state of every component as it is now, its tensors still the live ones.
+
+    `texts` are the values of each tree as JSON, `digests` what ranks compare of them. `parts` are the tensors as the
+    leader must know them, and `memory` is what lies behind each of them. `structure` is a digest of all this that does
+    not change from save to save by itself.
+    """
+
+    trees: list[CapturedTree]
+    texts: list[bytes]
+    digests: tuple[str, ...]
+    parts: tuple[PartEntry, ...]
+    meshes: tuple[MeshRecord, ...]
+    frozen: tuple[FrozenEntry, ...]
+    memory: list[torch.Tensor]
+    structure: str
+    mesh_ranks: tuple[tuple[int, ...], ...] = ()
+
+    def inventory(self) -> Inventory:
+        """All that the leader needs in order to plan."""
+        entries = tuple(map(_tree_entry, self.trees, self.texts, self.digests))
+        return Inventory(entries, self.parts, self.meshes, self.frozen, self.mesh_ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What the last capture of a component found."""
+
+    remembered: Remembered | None
+    parts: tuple[PartEntry, ...]
+    meshes: frozenset[MeshRecord]
+
+
+class Capturer:
+    """Captures again and again, and recognises what it has captured before."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, _Known] = {}
+        self._heads: list[Any] = []
+        self._parts: list[tuple[PartEntry, ...]] = []
+        self._every_part: tuple[PartEntry, ...] = ()
+        self._structure = ""
+        self._mesh_ranks: dict[tuple[int, ...], int] = {}
+
+    def capture(
+        self,
+        components: Mapping[str, Any],
+        *,
+        rank: int,
+        size: int,
+        pipeline_stage: int | None,
+        carried: Sequence[CarriedTree] = (),
+    ) -> Capture:
+        """Capture the components, and, behind them, what is `carried` on from an earlier checkpoint."""
+        trees: list[CapturedTree] = []
+        parts: list[tuple[PartEntry, ...]] = []
+        memory: list[torch.Tensor] = []
+        meshes: set[MeshRecord] = set()
+        for index, (name, component) in enumerate(random_state_last(components)):
+            scope = scope_of(component, rank=rank, size=size, pipeline_stage=pipeline_stage)
+            tree, known = self._take(index, name, component, components, scope)
+            trees.append(tree)
+            parts.append(known.parts)
+            meshes |= known.meshes
+            tensors = tree.tensors.values()
+            memory += [_local(tensor) for tensor in tensors] if known.meshes else tensors
+            self._known[name] = known
+        for index, one in enumerate(carried, len(trees)):
+            trees.append(one.tree)
+            parts.append(self._carried_parts(index, one))
+            meshes |= one.meshes
+            memory += one.tree.tensors.values()
+        texts = [_text(tree) for tree in trees]
+        digests = tuple(_digest(tree, text) if size > 1 else "" for tree, text in zip(trees, texts, strict=True))
+        ordered = tuple(sorted(meshes))
+        structure = self._digest_structure(trees, parts, ordered)
+        frozen = take_frozen(components)
+        return Capture(
+            trees, texts, digests, self._every_part, ordered, frozen, memory, structure, tuple(self._mesh_ranks)
+        )
+
+    def _take(
+        self, index: int, name: str, component: Any, components: Mapping[str, Any], scope: str | None
+    ) -> tuple[CapturedTree, _Known]:
+        state = component_state(name, component, components)
+        known = self._known.get(name)
+        if known is not None and known.remembered is not None:
+            tree = known.remembered.recognise(state)
+            if tree is not None and tree.scope == scope and (not known.parts or known.parts[0].tree == index):
+                return tree, known
+        models = models_of(component, components)
+        tree = replace(tree_of(name, component, state, scope), model=models[0] if models else "")
+        parts, meshes = _parts_of(index, tree, cuts_of(name, components), self._mesh_ranks)
+        if known is not None and known.parts == parts:
+            parts = known.parts
+        return tree, _Known(remember(tree, state), parts, meshes)
+
+    def _carried_parts(self, index: int, carried: CarriedTree) -> tuple[PartEntry, ...]:
+        known = self._known.get(carried.tree.name)
+        parts = tuple(
+            PartEntry(
+                index,
+                path,
+                dtype_name(tensor),
+                tuple(tensor.shape),
+                whole(tuple(tensor.shape)),
+                path in carried.sharded,
+            )
+            for path, tensor in carried.tree.tensors.items()
+        )
+        if known is None or known.parts != parts:
+            known = self._known[carried.tree.name] = _Known(None, parts, frozenset())
+        return known.parts
+
+    def _digest_structure(
+        self, trees: list[CapturedTree], parts: list[tuple[PartEntry, ...]], meshes: tuple[MeshRecord, ...]
+    ) -> str:
+        """Taken anew only when something is new: the parts of a tree that was recognised are the same object."""
+        heads = [meshes, *((tree.component, tree.kind, tree.scope, tree.type, tree.model) for tree in trees)]
+        same = len(parts) == len(self._parts) and all(map(operator.is_, parts, self._parts))
+        if not same or heads != self._heads:
+            self._heads, self._parts = heads, parts
+            self._every_part = tuple(part for some in parts for part in some)
+            self._structure = blake3(msgspec.msgpack.encode((heads, parts))).hexdigest()
+        return self._structure
+
+
+def _parts_of(
+    index: int, tree: CapturedTree, cuts: Mapping[str, Cut], mesh_ranks: dict[tuple[int, ...], int]
+) -> tuple[tuple[PartEntry, ...], frozenset[MeshRecord]]:
+    """Return the parts of a tree and their meshes; what is new among the meshes' ranks gets the next number."""
+    parts = []
+    meshes = set()
+    for path, tensor in tree.tensors.items():
+        cut, mesh = cut_at(cuts, path, tensor), -1
+        box, _ = held_piece(tensor, leaf=layout.leaf_name(tree.component, path), cut=cut)
+        if is_sharded(tensor):
+            meshes.add(mesh_of(tensor))
+            mesh = mesh_ranks.setdefault(ranks_of(tensor), len(mesh_ranks))
+        parts.append(
+            PartEntry(
+                index,
+                path,
+                dtype_name(tensor),
+                whole_shape(tensor, cut),
+                box,
+                sharded=cut is not None or is_sharded(tensor),
+                led=path in tree.led,
+                mesh=mesh,
+                device=tensor.device.type,
+            )
+        )
+    return tuple(parts), frozenset(meshes)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local().detach() if is_sharded(tensor) else tensor
+
+
+def _text(tree: CapturedTree) -> bytes:
+    try:
+        return msgspec.json.encode(tree.values)
+    except RecursionError as error:
+        raise UsageError("the values are nested too deep", component=tree.component) from error
+
+
+def _tree_entry(tree: CapturedTree, text: bytes, digest: str) -> TreeEntry:
+    mergeable = digest and tree.scope == "" and (tree.united or tree.kind != "values")
+    values = msgspec.msgpack.encode(msgspec.json.decode(text)) if mergeable else b"\xc0"
+    return TreeEntry(
+        tree.component, tree.kind, tree.scope, digest, msgspec.Raw(values), tree.type, tree.united, tree.model
+    )
+
+
+def _digest(tree: CapturedTree, text: bytes) -> str:
+    """What two ranks compare to know whether their states are one. Tensors count only where that is the question."""
+    state = blake3(text)
+    if tree.scope is None:
+        for path, tensor in tree.tensors.items():
+            state.update(path.encode())
+            if not is_sharded(tensor):
+                for piece in host_pieces(tensor.detach(), _PIECE_BYTES):
+                    state.update(piece)
+    return state.hexdigest()

@@ -1,0 +1,62 @@
+"""Make a save a checkpoint: the plan and every rank's receipt enter, the committed checkpoint leaves. Leader only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+import msgspec
+
+from holdfast.errors import KeyExistsError, SaveFailedError
+from holdfast.ondisk.manifest import BLOCK_BYTES, ChunkRecord, Manifest
+from holdfast.runs.catalog import Catalog, Checkpoint
+from holdfast.runs.lease import require_number
+from holdfast.saving.facts import Facts, Listing
+from holdfast.state.records import Receipt
+
+
+def commit(
+    facts: Facts, listing: Listing, receipts: Sequence[Receipt], catalog: Catalog, *, same_tensors: bool = False
+) -> Checkpoint:
+    """Write the manifest, last. What the receipts do not fully cover is not committed. `same_tensors`: a manifest with
+    this listing and these chunks, but for their digests, was committed before."""
+    chunks: dict[str, list[ChunkRecord]] = {leaf.name: [] for leaf in listing.leaves}
+    for receipt in receipts:
+        for leaf, chunk in receipt.chunks:
+            chunks[leaf].append(chunk)
+    for name, written in chunks.items():
+        if not written:
+            raise SaveFailedError("no rank wrote it", step=facts.step, leaf=name)
+    manifest = Manifest(
+        run_id=catalog.open_run(),
+        folder=facts.folder,
+        step=facts.step,
+        sequence=max(catalog.next_sequence(), facts.lineage.next_sequence),
+        parent=facts.parent,
+        created=datetime.now(UTC).isoformat(timespec="microseconds"),
+        world_size=len(receipts),
+        meshes=facts.meshes,
+        block_bytes=BLOCK_BYTES,
+        files=tuple(file for receipt in receipts for file in receipt.files),
+        tensors=tuple(msgspec.structs.replace(leaf, chunks=tuple(chunks[leaf.name])) for leaf in listing.leaves),
+        trees=listing.trees,
+        metrics=facts.metrics,
+        progress=facts.progress,
+        extra=facts.extra,
+        config=facts.config,
+        guards=facts.guards,
+        tags=facts.tags,
+        versions=facts.versions,
+        line=facts.lineage.ranges,
+        segments=facts.lineage.segments,
+        segment=facts.segment,
+        epoch=facts.epoch,
+        ranking=facts.ranking,
+    )
+    require_number(catalog.storage, facts.lease, facts.lease_token)
+    try:
+        return catalog.add(manifest, same_tensors=same_tensors)
+    except KeyExistsError:
+        # Whoever took the run over in between has given this attempt up.
+        require_number(catalog.storage, facts.lease, facts.lease_token)
+        raise

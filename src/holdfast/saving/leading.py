@@ -1,0 +1,409 @@
+"""What the leader decides about a save, and what it keeps from one to the next: the plan, and the line of the run.
+
+Every rank's word enters; a plan, a folder's name and the facts of the manifest leave. Knows no tensors.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import platform
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from blake3 import blake3
+
+from holdfast._version import __version__
+from holdfast.errors import (
+    CorruptCheckpointError,
+    KeyMissingError,
+    StorageError,
+    UnsupportedFormatError,
+    UsageError,
+)
+from holdfast.ondisk import layout
+from holdfast.ondisk.codec import Json
+from holdfast.ondisk.manifest import MeshRecord, Ranking, TensorRecord, TreeRecord
+from holdfast.runs.catalog import Catalog, Checkpoint
+from holdfast.runs.lease import Lease
+from holdfast.runs.lineage import Lineage, ancestry
+from holdfast.runs.survivors import wait_for_survivors
+from holdfast.saving.background import Saved
+from holdfast.saving.compare import Watch
+from holdfast.saving.facts import Facts, Listing
+from holdfast.saving.plan import GlobalPlan, Replicas, plan
+from holdfast.state.frozen import frozen_guards
+from holdfast.state.records import SAID, Brief, CarriedTree, Duty, FrozenEntry, Inventory, SavePlan
+
+logger = logging.getLogger("holdfast")
+
+__all__ = ["Leader", "SaveRequest", "digests_of"]
+
+_ROOM_FOR_RECORDS_BYTES = 1 << 20
+_ROOM_FOR_HEADERS_BYTES = 16 << 20
+_SHOWN_RANKS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """What to save: the live objects, and the facts that go into the manifest, encoded."""
+
+    step: int
+    components: Mapping[str, Any]
+    pipeline_stage: int | None = None
+    parent: str | None = None
+    lineage: Lineage = field(default_factory=Lineage)
+    segment: str = ""
+    metrics: Mapping[str, Json] = field(default_factory=dict)
+    progress: Mapping[str, Json] = field(default_factory=dict)
+    extra: Mapping[str, Json] = field(default_factory=dict)
+    config: Json = None
+    guards: Mapping[str, Json] = field(default_factory=dict)
+    tags: Sequence[str] = ()
+    assets: Sequence[Path] = ()
+    links: bool = True
+    epoch: int | None = None
+    again: bool = False
+    ranking: Ranking = ()
+    carried: Sequence[CarriedTree] = ()
+
+
+def digests_of(request: SaveRequest) -> tuple[str, ...]:
+    """Return a short digest of each argument that `SAID` lists, empty where it was not given."""
+    epoch = [] if request.epoch is None else [request.epoch]
+    given = (sorted(request.metrics), request.progress, request.extra, request.guards, list(request.tags), epoch)
+    return tuple(
+        blake3(msgspec.json.encode(value, order="sorted")).hexdigest(length=8) if value else "" for value in given
+    )
+
+
+class Leader:
+    """What the leader keeps from save to save: the plan, and which steps the line of the run has."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        size: int,
+        *,
+        claims: bool,
+        staging_limit_bytes: int | None,
+        timeout_seconds: float,
+        replicas: Replicas = "compare",
+        before_claim: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._timeout_seconds = timeout_seconds
+        self._before_claim = before_claim
+        self._replicas: Replicas = replicas
+        self._watch = Watch()
+        self._holding = threading.Lock()
+        self._catalog = catalog
+        self._size = size
+        self._claims = claims
+        self._staging_limit_bytes = staging_limit_bytes
+        self._number = 0
+        self._structures: list[str] = []
+        self._pattern: list[int] = []
+        self._briefs: Sequence[Brief] = ()
+        self._frozen: list[FrozenEntry] = []
+        self._plan = GlobalPlan((), (), (), ())
+        self._meshes: tuple[MeshRecord, ...] = ()
+        self._line: dict[int, str] | None = None
+        self._line_head: str | None = None
+        self._attempts: dict[int, int] | None = None
+        self._lease: Lease | None = None
+        self._warned_of_arguments = False
+        self.listing = Listing((), ())
+
+    @property
+    def trees(self) -> Sequence[Any]:
+        return self._plan.trees
+
+    def begin(self, request: SaveRequest, briefs: list[Brief]) -> SavePlan:
+        """Whether there is anything to do, and whether the plan of the last save holds."""
+        if all(brief.unheard for brief in briefs):
+            return SavePlan(unheard=True)
+        self._compare_arguments(briefs)
+        if self._lease is not None:
+            # First of all: what is committed now may be another writer's.
+            self.hold_run()
+        differing = self._watch.note_samples(briefs, request.step)
+        if differing:
+            return self._stop_for(differing)
+        found = None if request.again else self._read_committed(request)
+        if found is not None:
+            size_bytes, sequence = found.size_bytes, found.sequence
+            return SavePlan(found.folder, committed=True, digest=found.digest, size_bytes=size_bytes, sequence=sequence)
+        self._briefs, self._frozen = briefs, [entry for brief in briefs for entry in brief.frozen]
+        if not self._holds(briefs):
+            return SavePlan()
+        return self._start(request, ())
+
+    def _compare_arguments(self, briefs: Sequence[Brief]) -> None:
+        """Warn, once, of arguments that another rank gave and that are not stored, because rank 0's are."""
+        if all(brief.said == briefs[0].said for brief in briefs):
+            return
+        texts = []
+        for rank, brief in enumerate(briefs):
+            pairs = zip(SAID, brief.said, briefs[0].said, strict=True)
+            lost = {name: own for name, given, own in pairs if given and given != own}
+            if lost.get("tag") == "":
+                raise UsageError(
+                    f"rank {rank} gives a tag and rank 0 gives none", advice="give the tag on rank 0, or on all ranks"
+                )
+            texts += [f"{', '.join(lost)} on rank {rank}"] if lost else []
+        if texts and not self._warned_of_arguments:
+            self._warned_of_arguments = True
+            more = f" and {len(texts) - _SHOWN_RANKS} more ranks" if len(texts) > _SHOWN_RANKS else ""
+            logger.warning(
+                "arguments of the save differ between the ranks, and rank 0's are stored: %s%s",
+                "; ".join(texts[:_SHOWN_RANKS]),
+                more,
+            )
+
+    def plan(self, request: SaveRequest, inventories: list[Inventory]) -> SavePlan:
+        """A new plan. Nothing is touched before it stands and there is room for it."""
+        planned = plan(inventories, self._replicas)
+        self._plan = planned
+        self._meshes = tuple(sorted({mesh for inventory in inventories for mesh in inventory.meshes}))
+        self._number += 1
+        self._structures = [brief.structure for brief in self._briefs]
+        self._pattern = _pattern(self._briefs)
+        self.listing = Listing(
+            tuple(
+                TensorRecord(name=leaf.name, dtype=leaf.dtype, shape=leaf.shape, chunks=(), sharded=leaf.sharded)
+                for leaf in planned.leaves
+            ),
+            tuple(
+                TreeRecord(
+                    component=tree.component,
+                    kind=tree.kind,
+                    file=tree.file,
+                    scope=tree.scope,
+                    type=tree.type,
+                    model=tree.model,
+                )
+                for tree in planned.trees
+            ),
+        )
+        if self._watch.knows(planned.replicas, self._briefs):
+            return self._start(request, planned.duties)
+        self._watch.begin(planned.replicas, planned.compared)
+        if not planned.replicas:
+            return self._start(request, planned.duties)
+        return SavePlan(
+            number=self._number,
+            duties=planned.duties,
+            comparison=self._watch.comparison,
+            replicas=planned.replicas,
+        )
+
+    def compare(self, request: SaveRequest, digests: Sequence[Sequence[bytes]]) -> SavePlan:
+        """Start the save that was planned if all replicas are the same on all ranks."""
+        differing = self._watch.compare(digests)
+        return self._stop_for(differing) if differing else self._start(request, ())
+
+    def raise_difference(self, numbers: Sequence[int], digests: Sequence[Sequence[Sequence[bytes]]]) -> None:
+        """Raise the error that names the leaves and the ranks that differ."""
+        raise self._watch.difference(numbers, digests)
+
+    def _stop_for(self, differing: tuple[int, ...]) -> SavePlan:
+        """Have the ranks look for what differs. Until they are the same again, every save compares all of them."""
+        self._structures = []
+        self._watch.forget()
+        return SavePlan(differing=differing)
+
+    def facts(self, request: SaveRequest, folder: str) -> Facts:
+        return Facts(
+            step=request.step,
+            folder=folder,
+            parent=request.parent,
+            meshes=self._meshes,
+            metrics=dict(request.metrics),
+            progress=dict(request.progress),
+            extra=dict(request.extra),
+            config=request.config,
+            guards={**request.guards, **frozen_guards(self._frozen)},
+            tags=tuple(request.tags),
+            lineage=request.lineage,
+            segment=request.segment,
+            lease=self.lease,
+            lease_token=self._lease.token if self._lease is not None else "",
+            links=request.links,
+            epoch=request.epoch,
+            ranking=request.ranking,
+            versions={"holdfast": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
+        )
+
+    def note_commit(self, step: int, saved: Saved) -> None:
+        if self._line is not None:
+            self._line[step] = saved.folder
+            self._line_head = saved.digest
+
+    @property
+    def lease(self) -> int:
+        """The number under which this process writes, 0 as long as it has not."""
+        return self._lease.number if self._lease is not None else 0
+
+    def hold_run(self) -> None:
+        """Become the run's only writer, or make sure that this process still is."""
+        # One thread at a time: the second of two would take the run over from the first.
+        with self._holding:
+            lost = 0
+            if self._lease is not None:
+                if not self._lease.is_lost():
+                    return
+                self._lease.abandon()
+                lost = self._lease.number
+                logger.warning(
+                    "the claim of this process on the run %s was deleted or damaged, and is made again",
+                    self._catalog.storage.url,
+                )
+            # What another manager of this process, or a writer without its training, is about to commit comes first.
+            self._before_claim()
+            wait_for_survivors(self._catalog, self._timeout_seconds / 2)
+            self._lease = Lease.acquire(self._catalog.storage, lost=lost, close_attempts=self._catalog.close_attempts)
+            self.forget()
+
+    def release_run(self) -> None:
+        """Let another process write to the run."""
+        if self._lease is not None:
+            self._lease.release()
+
+    def forget(self) -> None:
+        """Something went wrong: look at the run anew before the next save."""
+        self._line = self._attempts = None
+
+    def _holds(self, briefs: Sequence[Brief]) -> bool:
+        # What the ranks hold in parts is merged from their values, which have to travel each time.
+        merged = any(tree.merged is not None for tree in self._plan.trees)
+        return (
+            not merged
+            and self._number > 0
+            and all(brief.plan == self._number for brief in briefs)
+            and [brief.structure for brief in briefs] == self._structures
+            and _pattern(briefs) == self._pattern
+        )
+
+    def _start(self, request: SaveRequest, duties: tuple[Duty, ...]) -> SavePlan:
+        self._check_room()
+        self.hold_run()
+        streamed = not self._claims and self._must_stream()
+        if self._claims or streamed:
+            self._catalog.open_run()
+            first = self._first_attempt(request.step)
+            folder, claim = self._catalog.claim(request.step, self._size, lease=self.lease, first=first)
+        else:
+            folder, claim = self._name(request.step), uuid.uuid4().hex
+        self._watch.round += 1
+        return SavePlan(
+            folder,
+            self._number,
+            duties,
+            claim=claim,
+            streamed=streamed,
+            lease=self.lease,
+            lease_token=self._lease.token if self._lease is not None else "",
+            comparison=self._watch.comparison,
+            round=self._watch.round,
+            ranks_here=neighbours(self._briefs) if duties else (),
+        )
+
+    def _name(self, step: int) -> str:
+        """A folder's name. The leader's writer claims it, behind the training, and fails if somebody else was first."""
+        if self._attempts is None:
+            self._catalog.open_run()
+            self._attempts = self._catalog.attempts()
+        self._attempts[step] = max(self._attempts.get(step, 0) + 1, self._first_attempt(step))
+        return layout.folder_name(step, self._attempts[step])
+
+    def _first_attempt(self, step: int) -> int:
+        """The lowest number of an attempt whose name no writer before this one can still be deleting."""
+        return self._lease.floor.first_attempt(step) if self._lease is not None else 1
+
+    def _must_stream(self) -> bool:
+        limit = self._staging_limit_bytes
+        rooms = rooms_for_staging(self._briefs)
+        for rank, (needed, room) in enumerate(zip(self._plan.sizes, rooms, strict=True)):
+            if limit is not None and needed > limit:
+                logger.debug("rank %d has %d bytes, over staging_limit_bytes=%d: streamed", rank, needed, limit)
+                return True
+            if room is not None and needed + _ROOM_FOR_HEADERS_BYTES > room:
+                logger.warning(
+                    "rank %d has %.1f MiB to stage and %.1f MiB of memory are free: this save is written in pieces "
+                    "before the training goes on",
+                    rank,
+                    needed / 2**20,
+                    room / 2**20,
+                )
+                return True
+        return False
+
+    def _check_room(self) -> None:
+        free = self._catalog.storage.free_bytes()
+        needed = sum(self._plan.sizes) + _ROOM_FOR_RECORDS_BYTES
+        if free is not None and free < needed:
+            raise StorageError(
+                f"the checkpoint needs {needed / 2**20:,.1f} MiB and {free / 2**20:,.1f} MiB are free",
+                errno=errno.ENOSPC,
+                run=self._catalog.storage.url,
+                advice="make room or keep fewer checkpoints; nothing was written",
+            )
+
+    def _read_committed(self, request: SaveRequest) -> Checkpoint | None:
+        """Return the checkpoint of the step, if this line of the run has it. One that is removed at this moment, or
+        whose manifest is damaged, does not count: the step is saved again."""
+        try:
+            folder = self._committed_at(request)
+            return self._catalog.read(folder) if folder is not None else None
+        except (KeyMissingError, CorruptCheckpointError, UnsupportedFormatError):
+            self.forget()
+            return None
+
+    def _committed_at(self, request: SaveRequest) -> str | None:
+        """The folder in which this line of the run has that step. The line is read once, and then kept in mind."""
+        if self._line is None or self._line_head != request.parent:
+            # What cannot be read now is no reason to lose a save: at the worst a step is written a second time.
+            scan = self._catalog.survey()
+            # Another writer of the run may have removed the head of the line; what it goes back to is known.
+            known = [checkpoint for checkpoint in scan.checkpoints if checkpoint in request.lineage]
+            found = ancestry(request.parent, scan.checkpoints) or known
+            self._line = {checkpoint.step: checkpoint.folder for checkpoint in reversed(found)}
+            self._line_head = request.parent
+        folder = self._line.get(request.step)
+        if folder is None:
+            return None
+        try:
+            self._catalog.read(folder)
+        except KeyMissingError:
+            # Somebody removed it since.
+            self._line = None
+            return None
+        return folder
+
+
+def neighbours(briefs: Sequence[Brief]) -> tuple[int, ...]:
+    """Return for each rank how many of these ranks are on its machine, itself included."""
+    counts = Counter(brief.machine for brief in briefs)
+    return tuple(counts[brief.machine] if brief.machine else 1 for brief in briefs)
+
+
+def rooms_for_staging(briefs: Sequence[Brief]) -> list[int | None]:
+    """Return the memory that each rank may stage in: its share of what is free on its machine, where all ranks stage at
+    the same time, and what it holds already. None where that is enough by itself."""
+    return [
+        None if brief.room_bytes is None else brief.held_bytes + brief.room_bytes // max(count, brief.ranks_here, 1)
+        for brief, count in zip(briefs, neighbours(briefs), strict=True)
+    ]
+
+
+def _pattern(briefs: Sequence[Brief]) -> list[int]:
+    """Which ranks have the same values of which trees: all that a plan takes from their digests."""
+    classes: dict[str, int] = {}
+    return [classes.setdefault(digest, len(classes)) for brief in briefs for digest in brief.digests]

@@ -1,0 +1,1 @@
+"""Copies of tensors in shared memory, from which the writer writes."""

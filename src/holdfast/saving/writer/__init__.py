@@ -1,0 +1,1 @@
+"""The process that writes, and the messages between it and the training."""

@@ -1,0 +1,235 @@
+"""Write the images of an arena out while they are still being staged, and make them durable. A receipt leaves.
+
+Threads follow the trainer's copy: one writes large aligned pieces, the others digest. Knows no torch and no ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+
+from blake3 import blake3
+
+from holdfast.ondisk import layout
+from holdfast.ondisk.manifest import BLOCK_BYTES, ChunkRecord, FileRecord, tensor_file_digest
+from holdfast.saving.staging.arena import Arena
+from holdfast.saving.staging.room import own_processors
+from holdfast.saving.writer.images import Image, PlainImage
+from holdfast.state.records import Receipt
+from holdfast.storage.base import Sink, Storage
+
+PIECE_BYTES = 8 << 20
+_PAUSE_SECONDS = 0.001
+_PATIENCE_SECONDS = 0.25
+_PATIENT_BYTES = 256 << 20
+_MAX_DIGESTERS = 4
+_BLOCKS_AT_ONCE = 16
+
+
+def drain(
+    folder: str,
+    images: Sequence[Image],
+    plain: Sequence[PlainImage],
+    arena: Arena,
+    storage: Storage,
+    *,
+    eager: bool,
+    check_source: Callable[[], None],
+    on_created: Callable[[str], None],
+) -> Receipt:
+    """Write everything, and return when bytes and names are durable.
+
+    `eager` begins at once. Else a processor is making the copy: it is left alone for a moment, in which most copies are
+    done, because both would use the same memory and the disk is the slower one.
+
+    `check_source` raises when whoever stages will never finish; it is asked while there is nothing to do. `on_created`
+    hears of every file that came to be here: those, and no others, are ours to remove.
+    """
+    digesting = _Digesting(images, arena, patient=not eager)
+    digesting.start()
+    try:
+        if images and not eager:
+            _be_patient(arena, images[-1].end, check_source)
+        for image in images:
+            with storage.create(layout.key(folder, image.name), image.size_bytes) as sink:
+                on_created(image.name)
+                _write_image(image, arena, sink, check_source)
+        files = []
+        for one in plain:
+            with storage.create(layout.key(folder, one.name), one.size_bytes) as sink:
+                on_created(one.name)
+                files.append(_write_plain(one, arena, sink))
+    except BaseException:
+        digesting.stop()
+        raise
+    tensor_files, chunks = digesting.result()
+    names = [*(file.name for file in tensor_files), *(file.name for file in files)]
+    # The names go down before the receipt does: a manifest may only ever name what a power cut cannot take away.
+    for place in sorted({layout.key(folder, name).rpartition("/")[0] for name in names}, reverse=True):
+        storage.sync(place)
+    return Receipt((*tensor_files, *files), tuple(chunks))
+
+
+def _be_patient(arena: Arena, end: int, check_source: Callable[[], None]) -> None:
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while arena.staged < end and time.monotonic() < deadline:
+        check_source()
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _write_image(image: Image, arena: Arena, sink: Sink, check_source: Callable[[], None]) -> None:
+    for start in range(image.start, image.end, PIECE_BYTES):
+        end = min(start + PIECE_BYTES, image.end)
+        while arena.staged < end:
+            check_source()
+            time.sleep(_PAUSE_SECONDS)
+        sink.write(arena.memory[start:end])
+        arena.written = end
+
+
+def _write_plain(file: PlainImage, arena: Arena, sink: Sink) -> FileRecord:
+    memory = arena.memory[file.start : file.start + file.size_bytes]
+    sink.write(memory)
+    return FileRecord(name=file.name, size_bytes=file.size_bytes, digest=blake3(memory).hexdigest())
+
+
+class _Digesting:
+    """Threads that digest the images block by block, as far as they are staged; the first puts the records together.
+    `patient` waits until everything is staged: a digest takes a processor, of which a trainer's copy can use
+    all, and the disk is slower than either."""
+
+    def __init__(self, images: Sequence[Image], arena: Arena, *, patient: bool) -> None:
+        self._images = images
+        self._arena = arena
+        self._patient = patient
+        self._digests = [[[""] * -(-chunk.size_bytes // BLOCK_BYTES) for chunk in image.chunks] for image in images]
+        self._blocks = _each_block(images, self._digests)
+        self._taking = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="holdfast-digest", daemon=True)
+        self._files: list[FileRecord] = []
+        self._chunks: list[tuple[str, ChunkRecord]] = []
+        self._errors: list[BaseException] = []
+        self._stopped = False
+
+    def start(self) -> None:
+        with _where_threads_start():
+            self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._join()
+
+    def result(self) -> tuple[list[FileRecord], list[tuple[str, ChunkRecord]]]:
+        if self._thread.ident is None:
+            self._run()
+        self._join()
+        for error in self._errors:
+            raise error
+        return self._files, self._chunks
+
+    def _join(self) -> None:
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        end = self._images[-1].end if self._images else 0
+        with self._noted():
+            if self._patient and end > _PATIENT_BYTES:
+                self._wait_until_staged(end)
+            with self._helpers(_digesters(end) - 1):
+                self._work()
+            if not self._stopped:
+                self._put_together()
+
+    @contextmanager
+    def _helpers(self, count: int) -> Iterator[None]:
+        helpers = [
+            threading.Thread(target=self._work, name=f"holdfast-digest-{number}", daemon=True)
+            for number in range(count)
+        ]
+        try:
+            with _where_threads_start():
+                for helper in helpers:
+                    helper.start()
+            yield
+        finally:
+            for helper in helpers:
+                if helper.ident is not None:
+                    helper.join()
+
+    def _work(self) -> None:
+        memory, staged = self._arena.memory, 0
+        with self._noted():
+            while not self._stopped:
+                with self._taking:
+                    blocks = list(islice(self._blocks, _BLOCKS_AT_ONCE))
+                if not blocks:
+                    return
+                for digests, index, start, stop in blocks:
+                    if staged < stop:
+                        staged = self._wait_until_staged(stop)
+                    digests[index] = blake3(memory[start:stop]).hexdigest()
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """What goes wrong in a thread ends all of them, and is raised where the result is asked for."""
+        try:
+            yield
+        except BaseException as error:
+            self._errors.append(error)
+            self._stopped = True
+
+    def _put_together(self) -> None:
+        for image, of_image in zip(self._images, self._digests, strict=True):
+            for chunk, digests in zip(image.chunks, of_image, strict=True):
+                record = ChunkRecord(
+                    file=image.name, start=chunk.start, offsets=chunk.offsets, sizes=chunk.sizes, digests=tuple(digests)
+                )
+                self._chunks.append((chunk.leaf, record))
+            header = bytes(self._arena.memory[image.start : image.start + image.header_bytes])
+            self._files.append(
+                FileRecord(
+                    name=image.name,
+                    size_bytes=image.size_bytes,
+                    digest=tensor_file_digest(header, [digest for digests in of_image for digest in digests]),
+                    header_bytes=image.header_bytes,
+                )
+            )
+
+    def _wait_until_staged(self, position: int) -> int:
+        """How much is staged then."""
+        while (staged := self._arena.staged) < position and not self._stopped:
+            time.sleep(_PAUSE_SECONDS)
+        return staged
+
+
+def _each_block(
+    images: Sequence[Image], digests_of_images: Sequence[Sequence[list[str]]]
+) -> Iterator[tuple[list[str], int, int, int]]:
+    """Where the digest of a block belongs, and where its bytes are.
+
+    No method: an unfinished generator that holds its object is a cycle, and a writer collects no garbage.
+    """
+    for image, of_image in zip(images, digests_of_images, strict=True):
+        for chunk, digests in zip(image.chunks, of_image, strict=True):
+            first = image.start + chunk.start
+            end = first + chunk.size_bytes
+            for index in range(len(digests)):
+                start = first + index * BLOCK_BYTES
+                yield digests, index, start, min(start + BLOCK_BYTES, end)
+
+
+@contextmanager
+def _where_threads_start() -> Iterator[None]:
+    """A process that ends, or has too many threads, starts no more of them. Whoever asks does the work itself then."""
+    with contextlib.suppress(RuntimeError):
+        yield
+
+
+def _digesters(size_bytes: int) -> int:
+    """One keeps up with one disk. Where a training leaves processors unused, more of them do with a faster one."""
+    return max(1, min(_MAX_DIGESTERS, own_processors() // 4, size_bytes // _PATIENT_BYTES))

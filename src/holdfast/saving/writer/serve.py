@@ -1,0 +1,300 @@
+"""What a writer does with its orders: write, wait for the word, commit. Runs in a process of its own or in a thread.
+
+If the trainer is gone after everything was staged, the writer goes on: a follower's part ends with its receipt, and the
+leader's writer looks for the receipts of all ranks and commits when they are there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from holdfast.errors import (
+    DamagedRecordError,
+    HoldfastError,
+    KeyExistsError,
+    SaveFailedError,
+    error_record,
+)
+from holdfast.ondisk import layout
+from holdfast.ondisk.wire import encode_record, read_record
+from holdfast.runs.catalog import Catalog
+from holdfast.runs.lease import Heart
+from holdfast.saving.commit import commit
+from holdfast.saving.staging.arena import Arena
+from holdfast.saving.writer.drain import drain
+from holdfast.saving.writer.images import (
+    Answer,
+    Commit,
+    Committed,
+    Discard,
+    Discarded,
+    Failed,
+    Image,
+    Job,
+    Layout,
+    Leave,
+    NewArena,
+    Order,
+    SignedReceipt,
+    Written,
+)
+from holdfast.saving.writer.line import Line
+from holdfast.state.records import Receipt
+from holdfast.storage.base import Storage
+
+logger = logging.getLogger("holdfast")
+
+__all__ = ["serve"]
+
+_MAX_RECEIPT_BYTES = 1 << 30
+_FIRST_LOOK_SECONDS = 0.05
+_LONGEST_LOOK_SECONDS = 2.0
+
+
+def serve(
+    line: Line,
+    open_storage: Callable[[str], Storage],
+    gone: Callable[[], bool],
+    identity: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Take orders until the trainer leaves or is gone. `identity` is laid down with each claim."""
+    _Writer(line, open_storage, gone, identity).run()
+
+
+class _Writer:
+    def __init__(
+        self,
+        line: Line,
+        open_storage: Callable[[str], Storage],
+        gone: Callable[[], bool],
+        identity: Mapping[str, Any],
+    ) -> None:
+        self._line = line
+        self._identity = identity
+        self._open_storage = open_storage
+        self._gone = gone
+        self._arena: Arena | None = None
+        self._layout: Layout | None = None
+        self._catalogs: dict[str, Catalog] = {}
+        self._job: Job | None = None
+        self._receipt = Receipt((), ())
+        self._created: list[str] = []
+        self._committed_layout: int | None = None
+        # From here on somebody may count on this save's files: a manifest that names them, or a leader's writer that
+        # has seen this rank's receipt. What fails now must not remove them.
+        self._sealed = False
+        self._heart: Heart | None = None
+
+    def run(self) -> None:
+        try:
+            while (order := self._line.receive(self._gone)) is not None and not isinstance(order, Leave):
+                self._obey(order)
+            if order is None and self._job is not None:
+                self._finish_alone(self._job)
+        finally:
+            if self._heart is not None:
+                self._heart.stop()
+            self._let_go()
+            self._line.close()
+
+    def _obey(self, order: Order) -> None:
+        if isinstance(order, NewArena):
+            self._let_go()
+            self._arena = Arena(self._line.take_handle(), order.size_bytes)
+        elif isinstance(order, Layout):
+            self._layout = order
+        elif isinstance(order, Job):
+            self._job, self._created, self._sealed = order, [], False
+            self._answer(order, self._write)
+        elif isinstance(order, Commit) and self._job is None:
+            self._say(Failed(order.number, error_record(SaveFailedError("there is nothing to commit"))))
+        elif isinstance(order, Commit) and self._job is not None:
+            self._answer(self._job, partial(self._commit, waits=order.waits))
+        elif isinstance(order, Discard):
+            if self._job is not None and not (self._sealed and self._job.rank == 0):
+                self._remove(self._job, self._created)
+            self._job = None
+            self._say(Discarded(order.number))
+
+    def _answer(self, job: Job, work: Callable[[Job], Answer]) -> None:
+        """Do it and say how it went. A trainer that is gone meanwhile does not hear it, and is noticed next."""
+        try:
+            answer = work(job)
+        except BaseException as error:
+            if not self._sealed:
+                self._remove(job, self._created)
+                self._job = None
+            answer = Failed(job.number, error_record(error), self._sealed)
+            if not isinstance(error, Exception):
+                self._say(answer)
+                raise
+        self._say(answer)
+
+    def _say(self, answer: Answer) -> None:
+        with contextlib.suppress(OSError):
+            self._line.send(answer)
+
+    # The work
+
+    def _write(self, job: Job) -> Written:
+        catalog = self._catalog(job)
+        arena, images = self._staged_images(job)
+        if job.rank == 0:
+            catalog.open_run()
+            self._claim(job, catalog)
+            self._created.append(layout.ATTEMPT)
+        self._receipt = drain(
+            job.folder,
+            images,
+            job.plain,
+            arena,
+            catalog.storage,
+            eager=job.eager,
+            check_source=lambda: self._check_source(job),
+            on_created=self._created.append,
+        )
+        if job.rank != 0:
+            self._put_receipt(job, catalog.storage)
+        size_bytes = sum(file.size_bytes for file in self._receipt.files)
+        return Written(job.number, size_bytes)
+
+    def _claim(self, job: Job, catalog: Catalog) -> None:
+        try:
+            catalog.claim_folder(job.folder, job.size, lease=self._lease_of(job), **self._identity)
+        except KeyExistsError:
+            raise SaveFailedError(
+                f"another process took the folder {job.folder} in between",
+                run=job.run,
+                advice="only one training may write to a run; the next save takes another name",
+            ) from None
+
+    def _lease_of(self, job: Job) -> int:
+        """The number that the leader writes under. If it is gone, this process says for it that the run is in use."""
+        number = job.facts.lease if job.facts is not None else 0
+        if number and self._heart is None:
+            token = job.facts.lease_token if job.facts is not None else ""
+            self._heart = Heart.of_lease(self._catalog(job).storage, number, only_if=self._gone, token=token)
+            self._heart.start()
+        return number
+
+    def _staged_images(self, job: Job) -> tuple[Arena, tuple[Image, ...]]:
+        if self._arena is None or self._layout is None or self._layout.number != job.layout:
+            raise SaveFailedError("the writer was not told what to write")
+        return self._arena, self._layout.images
+
+    def _check_source(self, job: Job) -> None:
+        if self._gone() or (self._arena is not None and self._arena.abandoned):
+            raise SaveFailedError("the training ended before its state was staged", step=job.step)
+
+    def _put_receipt(self, job: Job, storage: Storage) -> None:
+        """The part is durable, and this says so to whoever survives."""
+        name = layout.receipt_file(job.rank)
+        self._sealed = True
+        self._created.append(name)
+        storage.put(layout.key(job.folder, name), encode_record(SignedReceipt(job.token, self._receipt)))
+        storage.sync(job.folder)
+
+    def _commit(self, job: Job, *, waits: bool = True) -> Committed:
+        catalog = self._catalog(job)
+        if job.facts is None or self._layout is None or self._layout.listing is None:
+            raise SaveFailedError("only the leader's writer commits")
+        receipts = [self._receipt, *self._receipts(job, catalog.storage, job.timeout_seconds if waits else 0.0)]
+        self._sealed = True
+        # With one rank all chunks come from the layout. Other ranks' receipts come from the storage: not trusted.
+        known = self._committed_layout == job.layout and job.size == 1
+        checkpoint = commit(job.facts, self._layout.listing, receipts, catalog, same_tensors=known)
+        self._committed_layout = job.layout
+        self._job = None
+        # The checkpoint is there: nothing that fails from here on may fail the save.
+        if job.facts.links:
+            catalog.point_latest(job.folder)
+        self._remove(job, [layout.receipt_file(rank) for rank in range(1, job.size)])
+        return Committed(
+            job.number, checkpoint.digest, checkpoint.size_bytes, checkpoint.sequence, checkpoint.head.segment
+        )
+
+    def _receipts(self, job: Job, storage: Storage, patience_seconds: float) -> list[Receipt]:
+        """The receipts of the other ranks, once all are there."""
+        wanted = {layout.receipt_file(rank) for rank in range(1, job.size)}
+        deadline = time.monotonic() + patience_seconds
+        pause = _FIRST_LOOK_SECONDS
+        while wanted:
+            # The folder is listed, and no name is looked up that may not be there yet: network file systems remember
+            # for a long time that a name was not there.
+            missing = wanted - {entry.name for entry in storage.entries(job.folder)}
+            if not missing:
+                break
+            if time.monotonic() >= deadline:
+                raise SaveFailedError(f"of {job.size} ranks' parts these are missing: {', '.join(sorted(missing)[:8])}")
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_LOOK_SECONDS)
+        receipts = [_read_receipt(storage, job, name) for name in sorted(wanted)]
+        _require_files(receipts, job, storage)
+        return receipts
+
+    def _finish_alone(self, job: Job) -> None:
+        """The trainer is gone. Its part is durable; the leader's writer commits when all others' are."""
+        if job.rank != 0:
+            return
+        try:
+            self._commit(job)
+        except HoldfastError as error:
+            logger.error("step %d was staged, and could not be committed after the training ended: %s", job.step, error)
+            if not self._sealed:
+                self._remove(job, self._created)
+        else:
+            logger.warning("step %d was committed after the training had ended", job.step)
+
+    # Clearing up
+
+    def _remove(self, job: Job, names: list[str]) -> None:
+        """Give back the room. What stays is debris that nothing refers to."""
+        storage = self._catalog(job).storage
+        # The newest first: a receipt must not outlive what it speaks of.
+        for name in reversed(names):
+            try:
+                storage.delete(layout.key(job.folder, name))
+            except Exception as error:
+                logger.debug("could not remove %s of an attempt: %s", name, error)
+
+    def _catalog(self, job: Job) -> Catalog:
+        if job.run not in self._catalogs:
+            self._catalogs[job.run] = Catalog(self._open_storage(job.run))
+        return self._catalogs[job.run]
+
+    def _let_go(self) -> None:
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            arena.close()
+
+
+def _read_receipt(storage: Storage, job: Job, name: str) -> Receipt:
+    key = layout.key(job.folder, name)
+    try:
+        signed = read_record(
+            partial(storage.read, key), SignedReceipt, what="a receipt", file=key, limit_bytes=_MAX_RECEIPT_BYTES
+        )
+    except DamagedRecordError as error:
+        raise SaveFailedError(error.problem, run=job.run, file=key) from None
+    if signed.token != job.token:
+        raise SaveFailedError(f"{name} is of another save that took the same folder", run=job.run)
+    return signed.receipt
+
+
+def _require_files(receipts: list[Receipt], job: Job, storage: Storage) -> None:
+    """What a receipt names must be in this storage: a rank may have written to a disk of its own."""
+    sizes = {entry.name: entry.size_bytes for entry in storage.entries(job.folder)}
+    for receipt in receipts:
+        for file in receipt.files:
+            if "/" not in file.name and sizes.get(file.name) != file.size_bytes:
+                raise SaveFailedError(
+                    f"{file.name} is not there as its rank wrote it",
+                    run=job.run,
+                    advice="give all ranks the same run, on storage that all of them share",
+                )

@@ -1,0 +1,335 @@
+"""How a component says what it is: the same on all ranks, one per rank, trainable parts only, shards of whole tensors;
+and the random state.
+
+A user's object enters a wrapper; what the stages ask of it leaves. Knows torch only where a random state is taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from holdfast.errors import StateMismatchError, UsageError
+from holdfast.ondisk.layout import check_component_name
+
+__all__ = ["PerRank", "RNGState", "Sharded", "Shared", "Trainable", "get_rng_state", "set_rng_state"]
+
+
+class PerRank:
+    """A component of which every rank has its own state, such as a data loader.
+
+    `group` (a DeviceMesh of one dimension or a process group) says that the ranks with the same place in that group
+    hold the same state: it is stored once and given to all of them. `covers` names other components of the same
+    manager, which need no restore of their own once this one is restored.
+    """
+
+    def __init__(self, component: Any, group: Any = None, covers: Sequence[str] = ()) -> None:
+        if isinstance(component, PerRank | Shared | Sharded | Trainable):
+            raise UsageError(f"PerRank cannot wrap {component!r}", advice="wrap the component itself")
+        if isinstance(covers, str | Mapping) or not isinstance(covers, Iterable):
+            raise UsageError(
+                f"covers={covers!r:.100}", advice="give a list of names of other components, such as covers=['sampler']"
+            )
+        self.component = component
+        self.group = group
+        self.covers = tuple(check_component_name(name) for name in covers)
+
+    def __repr__(self) -> str:
+        return f"PerRank({type(self.component).__name__})"
+
+    def place(self, rank: int, size: int) -> tuple[int, int]:
+        """This rank's index among the states that are kept apart, and their number."""
+        if self.group is None:
+            return rank, size
+        return _place_in(self.group, "PerRank(group=...)")
+
+
+class Shared:
+    """A component that is the same on all ranks, on the user's word: the leader's state is stored and given to all."""
+
+    def __init__(self, component: Any) -> None:
+        if isinstance(component, PerRank | Shared | Sharded):
+            raise UsageError(f"Shared cannot wrap {component!r}", advice="wrap the component itself")
+        self.component = component
+
+    def __repr__(self) -> str:
+        return f"Shared({type(self.component).__name__})"
+
+
+class United(Shared):
+    """A plain state dict of which each rank may hold other keys. What any rank has is stored; of what several ranks
+    have under one key, the first one's counts."""
+
+
+class Sharded:
+    """A model of which some parameters are this rank's shards of whole tensors, as plain tensors: tensor parallelism in
+    the manner of Megatron. They are stored as the whole tensors, and restored into any other layout.
+
+    layouts: for each glob over the names of parameters and buffers, such as `"*.up.weight"`, the dimension along which
+        they are cut and the group (a process group or a DeviceMesh of one dimension) over whose ranks the equal shards
+        lie, in the order of the ranks. What no glob matches is the same on all ranks, and is compared.
+
+    The state of an optimizer that has a parameter's shape is cut as the parameter is.
+    """
+
+    def __init__(self, module: Any, layouts: Mapping[str, tuple[int, Any]]) -> None:
+        import torch
+
+        if not isinstance(module, torch.nn.Module):
+            raise UsageError(f"Sharded takes a torch.nn.Module, not {type(module).__name__}")
+        if not isinstance(layouts, Mapping) or not layouts:
+            raise UsageError(
+                f"layouts={layouts!r:.100}", advice="give a mapping such as {'*.up.weight': (0, tensor_parallel_group)}"
+            )
+        self.component = module
+        self.layouts = {glob: _checked_layout(glob, layout) for glob, layout in layouts.items()}
+
+    def __repr__(self) -> str:
+        return f"Sharded({type(self.component).__name__})"
+
+
+def _checked_layout(glob: object, layout: object) -> tuple[int, int, int]:
+    """Return the dimension, this rank's place in the group, and how many places there are."""
+    if not isinstance(glob, str) or not glob:
+        raise UsageError(f"a glob of Sharded is a text, not {glob!r:.100}")
+    if (
+        not isinstance(layout, tuple)
+        or len(layout) != 2
+        or isinstance(layout[0], bool)
+        or not isinstance(layout[0], int)
+    ):
+        raise UsageError(
+            f"the layout of '{glob}' is {layout!r:.100}",
+            advice="give a pair of a dimension and a group, such as (0, group)",
+        )
+    index, count = _place_in(layout[1], f"the layout of '{glob}'")
+    return layout[0], index, count
+
+
+def _place_in(group: Any, what: str) -> tuple[int, int]:
+    """Return this rank's place in a process group or a mesh of one dimension, and how many places there are."""
+    if hasattr(group, "get_local_rank"):
+        if group.ndim != 1:
+            raise UsageError(
+                f"{what} takes a mesh of one dimension, not of {group.ndim}", advice="pick one, such as mesh['dp']"
+            )
+        if group.get_coordinate() is None:
+            raise UsageError(f"{what}: this rank is not in the mesh", advice="give the mesh that this rank is in")
+        return int(group.get_local_rank()), int(group.size())
+    import torch.distributed as dist
+
+    if not isinstance(group, dist.ProcessGroup):
+        raise UsageError(
+            f"{what} takes a process group or a DeviceMesh, not {type(group).__name__}",
+            advice="new_group gives a process group only to the ranks that are in it",
+        )
+    index = dist.get_rank(group)
+    if index < 0:
+        raise UsageError(f"{what}: this rank is not in the group", advice="give the group that this rank is in")
+    return index, dist.get_world_size(group)
+
+
+class Trainable:
+    """A model of which only what trains is stored, as for adapters; the frozen base is recorded by its fingerprint.
+
+    Restoring onto another base is a `GuardMismatchError`.
+    """
+
+    def __init__(self, module: Any) -> None:
+        import torch
+
+        if not isinstance(module, torch.nn.Module):
+            raise UsageError(f"Trainable takes a torch.nn.Module, not {type(module).__name__}")
+        self.component = module
+
+    def __repr__(self) -> str:
+        return f"Trainable({type(self.component).__name__})"
+
+
+def has_plain_state(component: Any) -> bool:
+    """Return whether a component is one whose state Holdfast takes itself: a dict, or a generator of torch or NumPy."""
+    if isinstance(component, dict):
+        return not callable(getattr(component, "state_dict", None))
+    import numpy
+    import torch
+
+    return isinstance(component, torch.Generator | numpy.random.Generator)
+
+
+def state_of(component: Any) -> Any:
+    """Return a component's state: its `state_dict()`, or what a dict or a generator holds."""
+    if not has_plain_state(component):
+        return component.state_dict()
+    if isinstance(component, dict):
+        return dict(component)
+    import torch
+
+    if isinstance(component, torch.Generator):
+        return {"state": component.get_state()}
+    return {"bit_generator": component.bit_generator.state}
+
+
+def load_state(component: Any, state: Any) -> None:
+    """Give a component its state: by `load_state_dict`, or, for a dict or a generator, in place."""
+    if not has_plain_state(component):
+        component.load_state_dict(state)
+        return
+    check_plain_state(component, state)
+    if isinstance(component, dict):
+        component.update(state)
+        return
+    import torch
+
+    if isinstance(component, torch.Generator):
+        component.set_state(state["state"].cpu())
+    else:
+        component.bit_generator.state = state["bit_generator"]
+
+
+def check_plain_state(component: Any, state: Any) -> None:
+    """Refuse what is no state of this dict or generator, without changing it. Tensors need not be filled yet."""
+    import torch
+
+    if isinstance(component, dict):
+        if not isinstance(state, Mapping):
+            raise StateMismatchError(f"a dict cannot take {type(state).__name__}")
+        return
+    wanted = "state" if isinstance(component, torch.Generator) else "bit_generator"
+    held = state.get(wanted) if isinstance(state, Mapping) else None
+    if isinstance(component, torch.Generator):
+        ours = component.get_state()
+        fits = isinstance(held, torch.Tensor) and (held.dtype, held.shape) == (ours.dtype, ours.shape)
+    else:
+        kind = component.bit_generator.state["bit_generator"]
+        fits = isinstance(held, Mapping) and held.get("bit_generator") == kind
+    if not fits:
+        raise StateMismatchError(
+            f"this is no state of a {type(component).__module__}.{type(component).__name__} of this kind",
+            advice="build the generator as it was when it was saved, or leave it out with skip=",
+        )
+
+
+def check_covers(components: Mapping[str, Any]) -> None:
+    """Refuse a `covers` that names no component, or that goes round in a circle: nothing in there would be restored."""
+    covers = {name: one.covers for name, one in components.items() if isinstance(one, PerRank)}
+    for name, covered in covers.items():
+        for other in covered:
+            others = [one for one in components if one != name]
+            if other not in others:
+                raise UsageError(
+                    f"covers names '{other}', which is no other component of the manager",
+                    component=name,
+                    advice=f"name one of {', '.join(others)}" if others else "leave it out: there is no other one",
+                )
+            if name in _all_covered(other, covers):
+                raise UsageError(
+                    f"covers names '{other}', which covers '{name}'",
+                    component=name,
+                    advice="take one of the two out, or neither is restored",
+                )
+
+
+def _all_covered(name: str, covers: Mapping[str, Sequence[str]]) -> set[str]:
+    """What comes along with a component, also by way of others."""
+    found: set[str] = set()
+    rest = [name]
+    while rest:
+        new = set(covers.get(rest.pop(), ())) - found
+        found |= new
+        rest += new
+    return found
+
+
+class RNGState:
+    """The random state of Python, NumPy, torch and every device, as a component. One per rank."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return get_rng_state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        set_rng_state(state)
+
+    def load_world_state(self, states: Sequence[Mapping[str, Any]], index: int, count: int) -> None:
+        """Take up after the number of ranks changed: go on from an old rank's state, and stay unlike all others.
+
+        No exact answer exists here. Ranks that old states remain for take them; the others get a state that is derived
+        from an old one and their own place, so that no two ranks draw the same numbers.
+        """
+        set_rng_state(states[index % len(states)])
+        if index >= len(states):
+            import numpy
+            import torch
+
+            # From torch's state alone: it is the one that scripts seed, so resuming twice gives the same numbers twice.
+            source = bytes(torch.get_rng_state().numpy()) + f"/{index}".encode()
+            seed = hashlib.blake2b(source, digest_size=8).digest()
+            number = int.from_bytes(seed, "little")
+            random.seed(number)
+            numpy.random.seed(number % 2**32)
+            torch.manual_seed(number)
+
+    def __repr__(self) -> str:
+        return "RNGState()"
+
+
+def get_rng_state() -> dict[str, Any]:
+    """The random state of this process: Python's, NumPy's, torch's on the CPU and on every device that is in use."""
+    import numpy
+    import torch
+
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state(legacy=False),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = list(torch.cuda.get_rng_state_all())
+    return state
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Put the random state of this process back as it was, whatever runs inside."""
+    before = get_rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(before)
+
+
+def check_rng_state(state: Any) -> None:
+    """Refuse what is no random state, without touching the process's own."""
+    import numpy
+    import torch
+
+    names = set(state) if isinstance(state, Mapping) else set()
+    if names - {"python", "numpy", "torch", "cuda"} or not {"python", "numpy", "torch"} <= names:
+        raise StateMismatchError(f"this is no random state: it has {sorted(map(str, names))}")
+    try:
+        random.Random().setstate(state["python"])
+        numpy.random.RandomState().set_state(state["numpy"])
+    except (TypeError, ValueError, KeyError, IndexError, OverflowError) as error:
+        raise StateMismatchError(f"this is no random state of Python and NumPy: {error}") from None
+    ours = torch.get_rng_state()
+    devices = state.get("cuda", [])
+    if not isinstance(devices, list) or not all(isinstance(one, torch.Tensor) for one in (state["torch"], *devices)):
+        raise StateMismatchError("this is no random state of torch: it holds no tensors")
+    if state["torch"].dtype != ours.dtype or state["torch"].shape != ours.shape:
+        raise StateMismatchError("this is no random state of torch on a CPU: its size is another one")
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Put the random state of this process back. Devices that the state does not know keep theirs."""
+    import numpy
+    import torch
+
+    check_rng_state(state)
+    random.setstate(state["python"])
+    numpy.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"].cpu())
+    if "cuda" in state and torch.cuda.is_available():
+        for index, device_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(device_state.cpu(), index)

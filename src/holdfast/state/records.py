@@ -1,0 +1,219 @@
+"""What a capture found and what a plan decided, as values that stages hand on and ranks send each other.
+
+The live tensors themselves travel in `CapturedTree`, which never leaves its process; everything that does is plain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from holdfast.ondisk import layout
+from holdfast.ondisk.boxes import Box
+from holdfast.ondisk.codec import Json
+from holdfast.ondisk.manifest import ChunkRecord, FileRecord, MeshRecord
+
+_SHOWN_RANKS = 8
+
+TreeKind = Literal["module", "optimizer", "values"]
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedTree:
+    """One component's state on this rank: its values, encoded, and its tensors by their path in them.
+
+    `scope` is None when the ranks must compare their states to know whether they share one. `led` are the tensors whose
+    replicas may differ from rank to rank, where the first rank's is the one that counts. `united`: the ranks may hold
+    different parts of the tree, and all of them are stored. `model` is the component that has all parameters of an
+    optimizer.
+    """
+
+    component: str
+    kind: TreeKind
+    scope: str | None
+    values: Json
+    tensors: Mapping[str, Any]
+    led: Set[str] = frozenset()
+    type: str = ""
+    united: bool = False
+    model: str = ""
+
+    @property
+    def name(self) -> str:
+        return layout.tree_name(self.component, self.scope or "")
+
+
+@dataclass(frozen=True, slots=True)
+class CarriedTree:
+    """One tree of a component that is not attached yet, as a checkpoint had it, with the tensors that this rank writes:
+    each is all of its leaf. `sharded` are the leaves that were cut over one of the `meshes`."""
+
+    tree: CapturedTree
+    sharded: Set[str]
+    meshes: Set[MeshRecord]
+
+
+class TreeEntry(msgspec.Struct, frozen=True, array_like=True):
+    """A captured tree as the leader sees it. `values` travels only where the leader may have to merge."""
+
+    component: str
+    kind: str
+    scope: str | None
+    digest: str
+    values: msgspec.Raw
+    type: str = ""
+    united: bool = False
+    model: str = ""
+
+
+class PartEntry(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of one tree as the leader sees it: the whole's type and shape, and the box that this rank holds.
+
+    `mesh` is the index, in the inventory's `mesh_ranks`, of the mesh that cuts a DTensor; -1: no mesh does. `device` is
+    the type of the device that holds the box.
+    """
+
+    tree: int
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    sharded: bool
+    led: bool = False
+    mesh: int = -1
+    device: str = "cpu"
+
+
+class FrozenEntry(msgspec.Struct, frozen=True, array_like=True):
+    """A piece of a parameter that is not stored, by its fingerprint. Fingerprints of a tensor's pieces add up."""
+
+    component: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    fingerprint: int
+
+
+class Inventory(msgspec.Struct, frozen=True, array_like=True):
+    """All that one rank could write, and what it leaves out on purpose. `mesh_ranks` are the ranks of each mesh."""
+
+    trees: tuple[TreeEntry, ...]
+    parts: tuple[PartEntry, ...]
+    meshes: tuple[MeshRecord, ...]
+    frozen: tuple[FrozenEntry, ...] = ()
+    mesh_ranks: tuple[tuple[int, ...], ...] = ()
+
+
+class ReplicaSet(msgspec.Struct, frozen=True, array_like=True):
+    """Boxes of leaves that the same ranks hold, whose content is compared.
+
+    `choice` says for each of `ranks` which of `parts` are its parts of the inventory; all of `parts` are equally long.
+    `device` is the type of the device that holds them on every rank, "" where that differs. `quota` is how many of them
+    are sampled at each save.
+    """
+
+    ranks: tuple[int, ...]
+    parts: tuple[tuple[int, ...], ...]
+    choice: tuple[int, ...]
+    device: str
+    quota: int = 0
+
+    def parts_of(self, rank: int) -> tuple[int, ...]:
+        """Return the parts of this set on one of its ranks."""
+        return self.parts[self.choice[self.ranks.index(rank)]]
+
+
+class Sample(msgspec.Struct, frozen=True, array_like=True):
+    """Digests of the sampled replicas on one rank: of the save of `step`, by the number of their set."""
+
+    round: int
+    step: int
+    digests: tuple[tuple[int, bytes], ...]
+
+
+class Duty(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank writes: the scope of each of its trees, which trees' values, and which parts, by their index."""
+
+    scopes: tuple[str, ...]
+    trees: tuple[int, ...]
+    parts: tuple[int, ...]
+
+
+SAID = ("metrics", "progress", "extra", "guards", "tag", "epoch")
+"""The arguments of a save of which rank 0's are stored. Of metrics the names count, of the others the values."""
+
+
+class Brief(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank says first. Where the leader knows the structure, it is enough: the plan of the last save holds.
+
+    `plan` is the number of the plan that this rank has. `room_bytes` is the memory that is free for staging on its
+    `machine`, for all ranks there, which are `ranks_here` at least; None: all that it needs is there already, in
+    `held_bytes`. `unheard`: the failure of the save before was not raised on this rank yet. `comparison` is the number
+    of the replica sets that this rank has, and `samples` are digests of some of them. `said` are digests of the
+    arguments of the save, in the order of `SAID`, each empty where the argument was not given; none for a single rank.
+    """
+
+    structure: str
+    digests: tuple[str, ...]
+    frozen: tuple[FrozenEntry, ...]
+    plan: int
+    room_bytes: int | None = None
+    unheard: bool = False
+    comparison: int = 0
+    samples: tuple[Sample, ...] = ()
+    held_bytes: int = 0
+    machine: str = ""
+    ranks_here: int = 1
+    said: tuple[str, ...] = ()
+
+
+class SavePlan(msgspec.Struct, frozen=True, array_like=True):
+    """The leader's decision about one save.
+
+    When the step is `committed` already there is nothing to write; `digest`, `size_bytes` and `sequence` are those of
+    its checkpoint, as the leader has read it. `number` is that of the plan to follow; without `duties` it is the one
+    that every rank has, and with neither the leader wants to see the inventories. `streamed`:
+    there is no room to stage, so the save is written from the tensors' own memory. `unheard`: raise what failed before.
+    `lease` is the number under which the leader writes, `lease_token` the token of its claim, which no other run has.
+    `ranks_here` has, with a new plan, for each rank how many of these ranks are on its machine.
+
+    `comparison` is the number of the replica sets to sample from; `replicas` are those sets, where they are new, which
+    are compared before the save starts. `round` is the number of the next sample. `differing` are the numbers of sets
+    whose replicas differ: the ranks look for the leaves, and no save starts.
+    """
+
+    folder: str = ""
+    number: int = 0
+    duties: tuple[Duty, ...] = ()
+    committed: bool = False
+    claim: str = ""
+    streamed: bool = False
+    unheard: bool = False
+    lease: int = 0
+    lease_token: str = ""
+    comparison: int = 0
+    round: int = 0
+    replicas: tuple[ReplicaSet, ...] = ()
+    differing: tuple[int, ...] = ()
+    ranks_here: tuple[int, ...] = ()
+    digest: str = ""
+    size_bytes: int = 0
+    sequence: int = 0
+
+
+class Receipt(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank wrote and made durable."""
+
+    files: tuple[FileRecord, ...]
+    chunks: tuple[tuple[str, ChunkRecord], ...]
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Return the numbers of ranks for a message, the first few of them where there are many."""
+    shown = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
+    more = f" and {len(ranks) - _SHOWN_RANKS} more" if len(ranks) > _SHOWN_RANKS else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"

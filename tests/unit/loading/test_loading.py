@@ -1,0 +1,124 @@
+"""The load chain by itself: what it says of how long it took, and of guards that differ."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import holdfast
+from holdfast.loading.loading import LoadRequest, load
+from holdfast.loading.strategy import LoadStrategy
+from holdfast.ondisk.codec import encode
+from holdfast.ranks.ranks import Alone
+from holdfast.runs.catalog import Catalog
+from holdfast.runs.selector import parse_selector
+from holdfast.storage.registry import open_storage
+
+
+class Slow:
+    """Takes its time where it takes its state back."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        time.sleep(self.seconds)
+
+
+def request(components: dict[str, Any], **guards: Any) -> LoadRequest:
+    encoded = {name: encode(value, path=name, on_tensor=None) for name, value in guards.items()}
+    return LoadRequest(parse_selector("latest"), components, LoadStrategy(), encoded)
+
+
+@pytest.mark.parametrize("verify", ["full", "quick", "off"])
+def test_a_restore_says_how_long_each_part_took(tmp_path: Path, verify: Any) -> None:
+    components = {"model": torch.nn.Linear(4, 2), "slow": Slow(0.05)}
+    with holdfast.CheckpointManager(tmp_path, components) as manager:
+        manager.save(1)
+    catalog = Catalog(open_storage(tmp_path))
+    begin = time.monotonic()
+    loaded = load(replace(request(components), verify=verify), catalog, Alone())
+    seconds = time.monotonic() - begin
+    assert loaded is not None
+    assert list(loaded.phases) == ["resolve", "fit", "read", "restore"]
+    assert all(phase > 0 for phase in loaded.phases.values())
+    assert loaded.phases["restore"] >= 0.05
+    assert sum(loaded.phases.values()) <= seconds
+
+
+def test_the_phases_of_a_restore_that_passed_over_a_damaged_one_are_of_both(tmp_path: Path) -> None:
+    components = {"model": torch.nn.Linear(4, 2)}
+    with holdfast.CheckpointManager(tmp_path, components) as manager:
+        manager.save(1)
+        manager.save(2)
+    damaged = next(tmp_path.glob("step-*2/*.safetensors"))
+    data = damaged.read_bytes()
+    header_bytes = 8 + int.from_bytes(data[:8], "little")
+    damaged.write_bytes(data[:header_bytes] + bytes(255 - byte for byte in data[header_bytes:]))
+    loaded = load(request(components), Catalog(open_storage(tmp_path)), Alone())
+    assert loaded is not None
+    assert loaded.checkpoint.step == 1
+    assert list(loaded.phases) == ["resolve", "fit", "read", "restore"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "live", "said"),
+    [
+        (1, 2, "1 in the checkpoint, 2 now"),
+        ((1, (2, 3)), [1, [2, 3]], "tuple([1, tuple([2, 3])]) in the checkpoint, [1, [2, 3]] now"),
+        ({"a": (1,)}, {"a": [1]}, "{'a': tuple([1])} in the checkpoint, {'a': [1]} now"),
+        (1, "1", "1 in the checkpoint, '1' now"),
+        (numpy.float32(1), 1.0, "numpy <f4 1.0 in the checkpoint, 1.0 now"),
+        ([0] * 100 + [1], [0] * 100 + [2], "... 0, 0, 0, 1] in the checkpoint, ... 0, 0, 0, 2] now"),
+        (["a" * 200], ["a" * 200, 1], "...aaaaaaaaa'] in the checkpoint, ...aaaaaaaaa', 1] now"),
+        ("b" * 200, "c" * 200, f"{'b' * 77}... in the checkpoint, {'c' * 77}... now"),
+    ],
+    ids=["values", "tuple", "tuple inside", "text", "numpy", "far inside", "longer", "long"],
+)
+def test_a_guard_that_differs_is_shown_so_that_it_does(tmp_path: Path, saved: Any, live: Any, said: str) -> None:
+    components = {"model": torch.nn.Linear(4, 2)}
+    with holdfast.CheckpointManager(tmp_path, components) as manager:
+        manager.save(1, guards={"b": saved})
+        with pytest.raises(holdfast.GuardMismatchError) as caught:
+            manager.restore(guards={"b": live})
+    assert f"guards differ: b: {said}; restore with" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("saved", "live"),
+    [
+        (numpy.zeros(3), numpy.ones(3)),
+        (numpy.datetime64("2024-01-01"), numpy.datetime64("2024-01-02")),
+        (b"abc", b"abd"),
+        ("x" * 79 + "a", "x" * 79 + "b"),
+    ],
+    ids=["arrays", "dates", "bytes", "at the edge"],
+)
+def test_guards_that_differ_never_look_alike(tmp_path: Path, saved: Any, live: Any) -> None:
+    components = {"model": torch.nn.Linear(4, 2)}
+    with holdfast.CheckpointManager(tmp_path, components) as manager:
+        manager.save(1, guards={"b": saved})
+        with pytest.raises(holdfast.GuardMismatchError) as caught:
+            manager.restore(guards={"b": live})
+    old, new = caught.value.guards["b"]
+    assert old != new
+    assert max(len(old), len(new)) <= 80
+
+
+def test_the_event_of_a_restore_has_its_phases(tmp_path: Path) -> None:
+    events: list[holdfast.Event] = []
+    with holdfast.CheckpointManager(tmp_path, {"model": torch.nn.Linear(1, 1)}, on_event=events.append) as manager:
+        manager.save(1)
+        manager.restore()
+    assert events[-1].kind == "restored"
+    assert list(events[-1].phases) == ["wait", "resolve", "fit", "read", "restore"]
+    assert 0 < sum(events[-1].phases.values()) <= events[-1].seconds

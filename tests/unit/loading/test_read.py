@@ -1,0 +1,370 @@
+"""Every way from a file to memory: bytes are exact, damage and short files are found, and nothing sound is blamed."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.errors import CorruptCheckpointError
+from holdfast.loading.read import check_bytes, read, size_of
+from holdfast.loading.ring import HostCarrier, Rings
+from holdfast.loading.shadows import Shadows
+from holdfast.loading.targets import Request
+from holdfast.ondisk.boxes import Box, whole
+from holdfast.runs.catalog import Checkpoint
+from holdfast.storage.local.disk import Disk
+from holdfast.storage.local.local import LocalStorage
+
+
+class ColdDisk(Disk):
+    """Nothing is ever in the page cache. Knows which handles read past it, and what they read."""
+
+    def __init__(self) -> None:
+        self.direct: set[int] = set()
+        self.direct_bytes = 0
+        self.fail_direct = 0
+
+    def read_cached_at(self, file: int, target: memoryview, offset: int) -> int:
+        raise BlockingIOError(errno.EAGAIN, "it is not in the cache")
+
+    def reopen_file(self, file: int) -> int:
+        handle = super().reopen_file(file)
+        self.direct.add(handle)
+        return handle
+
+    def set_direct(self, file: int, direct: bool) -> None:
+        """Whether the file system would take it does not matter here."""
+
+    def read_at(self, file: int, target: memoryview, offset: int) -> int:
+        count = super().read_at(file, target, offset)
+        if file in self.direct:
+            if self.fail_direct:
+                raise OSError(self.fail_direct, os.strerror(self.fail_direct))
+            self.direct_bytes += count
+        return count
+
+    def close(self, handle: int) -> None:
+        self.direct.discard(handle)
+        super().close(handle)
+
+
+class WarmDisk(Disk):
+    def read_cached_at(self, file: int, target: memoryview, offset: int) -> int:
+        return len(target)
+
+
+class TruncatingDisk(ColdDisk):
+    """The file loses its end at the first read that is not one of its header."""
+
+    def __init__(self, path: Path, size: int, *, cold: bool) -> None:
+        super().__init__()
+        self._path, self._size, self._cold = path, size, cold
+
+    def read_cached_at(self, file: int, target: memoryview, offset: int) -> int:
+        return super().read_cached_at(file, target, offset) if self._cold else len(target)
+
+    def read_at(self, file: int, target: memoryview, offset: int) -> int:
+        if os.path.samestat(os.fstat(file), self._path.stat()):
+            os.truncate(self._path, self._size)
+        return super().read_at(file, target, offset)
+
+
+class Holder:
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.tensors)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tensors = state
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """Some that are many blocks long, some that are small, and none that leaves the next one at an even place."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "a_odd": torch.randint(0, 255, (1_234_567,), dtype=torch.uint8, generator=generator),
+        "b_large": torch.randn(2048, 1500, generator=generator),
+        "c_scalar": torch.tensor(3.5),
+        "d_odd": torch.randint(0, 255, (3, 11), dtype=torch.uint8, generator=generator),
+        "e_large": torch.randn(1_000_003, generator=generator, dtype=torch.float64),
+        **{f"f_{index:03d}": torch.randn(37, index + 1, generator=generator) for index in range(100)},
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("run")
+    with holdfast.CheckpointManager(path, {"holder": Holder(tensors())}, rng=False, mode="sync") as manager:
+        manager.save(0)
+    return path
+
+
+def file_of(folder: Path) -> Path:
+    return next(folder.glob("step-*/*.safetensors"))
+
+
+def open_run(folder: Path, disk: Disk | None = None) -> Checkpoint:
+    return holdfast.resolve(LocalStorage(folder, disk=disk or Disk()))
+
+
+def whole_requests(checkpoint: Checkpoint) -> list[Request]:
+    saved = tensors()
+    return [
+        Request(leaf, whole(leaf.shape), torch.zeros_like(saved[leaf.name.removeprefix("holder.")]), fresh=True)
+        for leaf in checkpoint.manifest.tensors
+    ]
+
+
+def assert_exact(requests: list[Request]) -> None:
+    saved = tensors()
+    for request in requests:
+        box = request.box
+        cut = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+        assert torch.equal(request.target, saved[request.leaf.name.removeprefix("holder.")][cut]), request.leaf.name
+
+
+WAYS = {"warm": WarmDisk, "cold": ColdDisk}
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_whole_tensors_are_exact(folder: Path, way: str, checked: bool) -> None:
+    disk = WAYS[way]()
+    checkpoint = open_run(folder, disk)
+    requests = whole_requests(checkpoint)
+    counts: list[int] = []
+    assert read(checkpoint, requests, checked=checked, on_bytes=counts.append) == []
+    assert_exact(requests)
+    assert sum(counts) == size_of(requests) == sum(tensor.nbytes for tensor in tensors().values())
+    if isinstance(disk, ColdDisk):
+        assert disk.direct_bytes > 0.9 * sum(counts)
+        assert disk.direct_bytes < 1.1 * sum(counts), "nothing is read twice"
+        assert disk.direct == set()
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_boxes_into_any_memory_are_exact(folder: Path, way: str, checked: bool) -> None:
+    checkpoint = open_run(folder, WAYS[way]())
+    leaves = {leaf.name: leaf for leaf in checkpoint.manifest.tensors}
+    large, odd = leaves["holder.b_large"], leaves["holder.a_odd"]
+    requests = [
+        Request(large, Box((100, 0), (1000, 1500)), torch.zeros(1000, 1500), fresh=False),
+        Request(large, Box((3, 7), (2000, 13)), torch.zeros(2000, 13), fresh=False),
+        Request(large, Box((0, 0), (2048, 1500)), torch.zeros(1500, 2048).t(), fresh=False),
+        Request(large, Box((5, 5), (40, 50)), torch.zeros(40, 100)[:, ::2], fresh=False),
+        Request(odd, Box((1_000_001,), (99,)), torch.zeros(99, dtype=torch.uint8), fresh=False),
+        Request(leaves["holder.d_odd"], Box((1, 2), (2, 5)), torch.zeros(2, 5, dtype=torch.uint8), fresh=False),
+        Request(leaves["holder.f_050"], Box((3, 3), (30, 40)), torch.zeros(30, 40), fresh=False),
+        Request(leaves["holder.c_scalar"], Box((), ()), torch.zeros(()), fresh=False),
+    ]
+    assert read(checkpoint, requests, checked=checked) == []
+    assert_exact(requests)
+
+
+def test_what_every_rank_reads_is_left_to_the_page_cache_and_what_one_reads_is_not(folder: Path) -> None:
+    disk = ColdDisk()
+    checkpoint = open_run(folder, disk)
+    requests = whole_requests(checkpoint)
+    assert read(checkpoint, requests, checked=True, readers=8) == []
+    assert_exact(requests)
+    assert disk.direct_bytes == 0
+    leaf = next(leaf for leaf in checkpoint.manifest.tensors if leaf.name == "holder.e_large")
+    part = Request(leaf, Box((0,), (500_000,)), torch.zeros(500_000, dtype=torch.float64), fresh=True)
+    assert read(checkpoint, [part], checked=True, readers=8) == []
+    assert disk.direct_bytes >= part.target.nbytes
+
+
+def test_a_check_leaves_what_it_read_in_the_page_cache(folder: Path) -> None:
+    disk = ColdDisk()
+    checkpoint = open_run(folder, disk)
+    assert check_bytes(checkpoint, whole_requests(checkpoint)) == []
+    assert disk.direct_bytes == 0
+
+
+class LateCarrier(HostCarrier):
+    """Copies when somebody waits, and counts what it copied."""
+
+    slots = 2
+
+    def __init__(self) -> None:
+        self.copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.done = 0
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.copied.append((target, source))
+
+    def mark(self) -> int:  # type: ignore[override]
+        return len(self.copied)
+
+    def wait(self, mark: int) -> None:  # type: ignore[override]
+        for target, source in self.copied[self.done : mark]:
+            target.copy_(source)
+        self.done = max(mark, self.done)
+
+
+def transposed_requests(checkpoint: Checkpoint) -> list[Request]:
+    """Targets that are never filled in place, so that all of them go through the ring, as for a device."""
+    requests = whole_requests(checkpoint)
+    return [
+        Request(one.leaf, one.box, torch.zeros(2 * one.target.numel(), dtype=one.target.dtype)[::2].view(-1), False)
+        if one.target.dim() == 1
+        else Request(one.leaf, one.box, one.target.t().contiguous().t(), fresh=False)
+        for one in requests
+        if one.target.dim() in (1, 2)
+    ]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_device_that_copies_late_gets_the_right_bytes(folder: Path, way: str) -> None:
+    checkpoint = open_run(folder, WAYS[way]())
+    requests = transposed_requests(checkpoint)
+    carriers: list[LateCarrier] = []
+
+    def carrier(device: torch.device) -> LateCarrier:
+        carriers.append(LateCarrier())
+        return carriers[-1]
+
+    assert read(checkpoint, requests, checked=True, rings=Rings(carrier)) == []
+    assert_exact(requests)
+    assert sum(len(one.copied) for one in carriers) >= len(requests)
+
+
+@pytest.fixture
+def damaged(folder: Path, tmp_path: Path) -> Path:
+    """The same run, with one byte of `b_large` changed."""
+    os.system(f"cp -r '{folder}' '{tmp_path}/run'")
+    file = file_of(tmp_path / "run")
+    leaf = next(leaf for leaf in open_run(folder).manifest.tensors if leaf.name == "holder.b_large")
+    with file.open("r+b") as handle:
+        handle.seek(leaf.chunks[0].start + 5_000_000)
+        byte = handle.read(1)
+        handle.seek(-1, os.SEEK_CUR)
+        handle.write(bytes([byte[0] ^ 1]))
+    return tmp_path / "run"
+
+
+@pytest.mark.guarantee("G3")
+@pytest.mark.parametrize("way", WAYS)
+def test_damage_is_found_named_and_blamed_on_no_other_leaf(damaged: Path, way: str) -> None:
+    checkpoint = open_run(damaged, WAYS[way]())
+    for make in (whole_requests, transposed_requests):
+        requests = make(checkpoint)
+        problems = read(checkpoint, requests, checked=True)
+        assert [problem.leaf for problem in problems] == ["holder.b_large"]
+        start, end = problems[0].byte_range or (0, 0)
+        leaf = next(one.leaf for one in requests if one.leaf.name == "holder.b_large")
+        assert start <= leaf.chunks[0].start + 5_000_000 < end
+        assert_exact([one for one in requests if one.leaf.name != "holder.b_large"])
+    assert [problem.leaf for problem in check_bytes(checkpoint, requests)] == ["holder.b_large"]
+
+
+@pytest.mark.guarantee("G3")
+@pytest.mark.parametrize("way", WAYS)
+def test_a_damaged_piece_is_not_copied_from_its_slot(damaged: Path, way: str) -> None:
+    checkpoint = open_run(damaged, WAYS[way]())
+    wanted = next(one for one in transposed_requests(checkpoint) if one.leaf.name == "holder.b_large")
+    copied: list[LateCarrier] = []
+
+    def carrier(device: torch.device) -> LateCarrier:
+        copied.append(LateCarrier())
+        return copied[-1]
+
+    assert len(read(checkpoint, [wanted], checked=True, rings=Rings(carrier))) == 1
+    saved = tensors()["b_large"]
+    right = wanted.target == saved
+    rows = torch.nonzero(~right.all(dim=1)).flatten()
+    assert 5_000_000 // 6000 in rows.tolist()
+    assert (wanted.target[rows] == 0).all(), "as it was before"
+
+
+@pytest.mark.guarantee("G7")
+@pytest.mark.parametrize("way", WAYS)
+def test_damage_for_a_shadow_changes_nothing_live(damaged: Path, way: str) -> None:
+    checkpoint = open_run(damaged, WAYS[way]())
+    live = whole_requests(checkpoint)
+    shadows = Shadows.of(live, lambda device: 1 << 40)
+    assert shadows.rest == []
+    assert len(read(checkpoint, shadows.requests, checked=True)) == 1
+    shadows.drop()
+    assert all(not one.target.any() for one in live)
+
+
+def test_sound_bytes_reach_live_tensors_by_their_shadows(folder: Path) -> None:
+    checkpoint = open_run(folder)
+    live = whole_requests(checkpoint)
+    shadows = Shadows.of(live, lambda device: 1 << 40)
+    assert read(checkpoint, shadows.requests, checked=True) == []
+    shadows.fill()
+    assert_exact(live)
+
+
+@pytest.mark.parametrize("cold", [True, False])
+def test_a_file_that_is_cut_short_while_it_is_read_is_damage_and_no_signal(
+    folder: Path, tmp_path: Path, cold: bool
+) -> None:
+    for number, make in enumerate((whole_requests, transposed_requests)):
+        copy = tmp_path / str(number)
+        os.system(f"cp -r '{folder}' '{copy}'")
+        leaves = {leaf.name: leaf for leaf in open_run(copy).manifest.tensors}
+        end = leaves["holder.f_050"].chunks[0].start + 10
+        checkpoint = open_run(copy, TruncatingDisk(file_of(copy), end, cold=cold))
+        requests = make(checkpoint)
+        blamed = {problem.leaf for problem in read(checkpoint, requests, checked=True)}
+        beyond = {
+            name for name, leaf in leaves.items() if leaf.chunks[0].start + leaf.size_bytes > end and "c_s" not in name
+        }
+        assert blamed == beyond
+        assert_exact([one for one in requests if one.leaf.name not in beyond])
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EINVAL])
+def test_a_disk_that_fails_past_the_cache_is_read_through_it(folder: Path, code: int) -> None:
+    disk = ColdDisk()
+    checkpoint = open_run(folder, disk)
+    disk.fail_direct = code
+    requests = whole_requests(checkpoint)
+    assert read(checkpoint, requests, checked=True) == []
+    assert_exact(requests)
+
+
+class LiveModel(torch.nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.large = torch.nn.Parameter(torch.randn(3000, 2000))
+        self.small = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(5, 7)) for _ in range(30))
+
+
+@pytest.mark.guarantee("G7")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("leaf_name", ["model.large", "model.small.29"])
+def test_damage_anywhere_leaves_live_tensors_alone(tmp_path: Path, way: str, leaf_name: str) -> None:
+    with holdfast.CheckpointManager(tmp_path, {"model": LiveModel(0)}, rng=False, mode="sync") as manager:
+        manager.save(0)
+    leaf = next(leaf for leaf in open_run(tmp_path).manifest.tensors if leaf.name == leaf_name)
+    file = file_of(tmp_path)
+    data = bytearray(file.read_bytes())
+    data[leaf.chunks[0].start + 1] ^= 1
+    file.write_bytes(data)
+    model = LiveModel(1)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    storage = LocalStorage(tmp_path, disk=WAYS[way]())
+    with holdfast.CheckpointManager("", {"model": model}, rng=False, storage=storage) as manager:
+        with pytest.raises(CorruptCheckpointError, match=leaf_name):
+            manager.restore()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    data[leaf.chunks[0].start + 1] ^= 1
+    file.write_bytes(data)
+    with holdfast.CheckpointManager("", {"model": model}, rng=False, storage=storage) as manager:
+        manager.restore()
+    sound = LiveModel(0).state_dict()
+    assert all(torch.equal(tensor, sound[name]) for name, tensor in model.state_dict().items())

@@ -1,0 +1,116 @@
+"""The slots between files and tensors: that none is filled again before the copies from it are done."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from holdfast.loading.ring import HostCarrier, Ring, Rings
+from holdfast.state.memory import PAGE_BYTES
+
+
+class LateCarrier(HostCarrier):
+    """A device that copies as late as it may: when somebody waits. What was overwritten until then is lost."""
+
+    slots = 3
+
+    def __init__(self) -> None:
+        self.allocated: list[int] = []
+        self._pending: list[Callable[[], None]] = []
+        self._done = 0
+
+    def memory(self, size_bytes: int) -> torch.Tensor:
+        self.allocated.append(size_bytes)
+        return super().memory(size_bytes)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._pending.append(lambda: HostCarrier.copy(self, target, source))
+
+    def mark(self) -> int:  # type: ignore[override]
+        return len(self._pending)
+
+    def wait(self, mark: int) -> None:  # type: ignore[override]
+        for copy in self._pending[self._done : mark]:
+            copy()
+        self._done = max(self._done, mark)
+
+
+def fill(ring: Ring, targets: list[torch.Tensor]) -> None:
+    for number, target in enumerate(targets):
+        with ring.slot(target.numel()) as slot:
+            slot.fill_(number + 1)
+            ring.carrier.copy(target, slot)
+
+
+def test_a_slot_is_not_given_out_before_the_copies_from_it_are_done() -> None:
+    carrier = LateCarrier()
+    ring = Ring(carrier, slot_bytes=100)
+    targets = [torch.zeros(100, dtype=torch.uint8) for _ in range(10)]
+    fill(ring, targets)
+    assert targets[9].sum() == 0, "the last ones are still under way"
+    ring.drain()
+    assert [int(target[0]) for target in targets] == list(range(1, 11))
+    assert carrier.allocated == [100, 100, 100], "a few slots do for all"
+
+
+def test_copies_are_waited_for_also_when_filling_failed() -> None:
+    carrier = LateCarrier()
+    ring = Ring(carrier, slot_bytes=8)
+    target = torch.zeros(8, dtype=torch.uint8)
+
+    def fail_half_way() -> None:
+        with ring.slot(8) as slot:
+            slot.fill_(7)
+            carrier.copy(target, slot)
+            raise OSError("half way")
+
+    with pytest.raises(OSError, match="half way"):
+        fail_half_way()
+    fill(ring, [torch.zeros(8, dtype=torch.uint8) for _ in range(3)])
+    assert target.tolist() == [7] * 8
+
+
+def test_what_is_larger_than_a_slot_gets_memory_of_its_own() -> None:
+    carrier = LateCarrier()
+    ring = Ring(carrier, slot_bytes=8)
+    target = torch.zeros(50, dtype=torch.uint8)
+    fill(ring, [target])
+    assert target.tolist() == [1] * 50, "it is done at once, for the memory goes"
+
+
+def test_host_slots_begin_at_a_page() -> None:
+    for size in (1, 4096, 1 << 20, (8 << 20) + 5):
+        memory = HostCarrier().memory(size)
+        assert memory.data_ptr() % PAGE_BYTES == 0
+        assert memory.numel() == size
+
+
+def test_each_thread_has_a_ring_of_its_own_and_all_are_drained_at_the_end() -> None:
+    carriers: list[LateCarrier] = []
+
+    def carrier(device: torch.device) -> LateCarrier:
+        carriers.append(LateCarrier())
+        return carriers[-1]
+
+    targets = [torch.zeros(10, dtype=torch.uint8) for _ in range(4)]
+    device = torch.device("cpu")
+    with Rings(carrier) as rings:
+        threads = [threading.Thread(target=lambda t=target: fill(rings.of(device), [t])) for target in targets]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert rings.of(device) is rings.of(device)
+        assert all(target.sum() == 0 for target in targets)
+    assert all(target.sum() == 10 for target in targets)
+    assert len(carriers) == 5
+
+
+def test_bytes_that_landed_can_be_seen_as_any_type() -> None:
+    memory = HostCarrier().memory(100)
+    odd = memory[3:83]
+    odd.copy_(torch.arange(10, dtype=torch.int64).view(torch.uint8))
+    assert HostCarrier().landed(odd).view(torch.int64).tolist() == list(range(10))

@@ -1,0 +1,83 @@
+"""Memory that stands in for live tensors: who gets some, and that live tensors change only when it is copied."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from holdfast.loading.shadows import Shadows, room_on
+from holdfast.loading.targets import Request
+from holdfast.ondisk.boxes import whole
+from holdfast.ondisk.manifest import TensorRecord
+
+
+def request(tensor: torch.Tensor, name: str = "t") -> Request:
+    leaf = TensorRecord(name=name, dtype="float32", shape=tuple(tensor.shape), chunks=())
+    return Request(leaf, whole(leaf.shape), tensor, fresh=False)
+
+
+def live(*shapes: tuple[int, ...]) -> list[Request]:
+    return [request(torch.zeros(shape), f"t{index}") for index, shape in enumerate(shapes)]
+
+
+def test_live_tensors_change_when_they_are_filled_and_not_before() -> None:
+    requests = live((3, 5), (), (7,))
+    requests.append(request(torch.zeros(4, 6).t()))
+    shadows = Shadows.of(requests, lambda device: 1 << 20)
+    assert shadows.rest == []
+    for number, one in enumerate(shadows.requests):
+        assert one.fresh
+        assert one.target.is_contiguous()
+        assert one.target.shape == requests[number].target.shape
+        one.target.fill_(number + 1)
+    assert all(one.target.sum() == 0 for one in requests)
+    shadows.fill()
+    assert [one.target.unique().item() for one in requests] == [1, 2, 3, 4]
+    assert not shadows.held, "and the memory is let go"
+
+
+def test_shadows_of_neighbours_do_not_touch() -> None:
+    requests = live((1,), (3,), (1000,))
+    shadows = Shadows.of(requests, lambda device: 1 << 20)
+    places = sorted((one.target.data_ptr(), one.target.nbytes) for one in shadows.requests)
+    assert all(start + size <= after for (start, size), (after, _) in pairwise(places))
+
+
+def test_what_there_is_no_room_for_is_left() -> None:
+    requests = live((1000,), (10_000,), (1000,))
+    shadows = Shadows.of(requests, lambda device: 10_000)
+    assert [one.leaf.name for one in shadows.requests] == ["t0", "t2"]
+    assert shadows.rest == [requests[1]]
+
+
+def test_without_room_there_are_no_shadows_and_filling_them_is_nothing() -> None:
+    requests = live((10,), (20,))
+    shadows = Shadows.of(requests, lambda device: 0)
+    assert shadows.rest == requests
+    shadows.fill()
+
+
+def test_memory_that_is_not_given_is_no_error() -> None:
+    class Huge:
+        """More than any machine has."""
+
+        device = torch.device("cpu")
+        nbytes = 1 << 60
+
+        def is_inference(self) -> bool:
+            return False
+
+    leaf = TensorRecord(name="huge", dtype="float32", shape=(1 << 58,), chunks=())
+    wanted = Request(leaf, whole(leaf.shape), Huge(), fresh=False)
+    assert Shadows.of([wanted], lambda device: 1 << 61).rest == [wanted]
+
+
+def test_a_tensor_of_inference_mode_takes_no_copy_and_gets_no_shadow() -> None:
+    with torch.inference_mode():
+        tensor = torch.zeros(3)
+    assert len(Shadows.of([request(tensor)], lambda device: 1 << 20).rest) == 1
+
+
+def test_host_memory_has_no_room_for_shadows() -> None:
+    assert room_on(torch.device("cpu")) == 0

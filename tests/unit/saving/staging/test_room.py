@@ -1,0 +1,146 @@
+"""A rank's share of its machine: who else is on it, by whatever launcher, and what groups of processes may take."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.saving.leading import neighbours, rooms_for_staging
+from holdfast.saving.staging.room import free_for_staging
+from holdfast.state.records import Brief
+
+GIB = 1 << 30
+_ASK = "from holdfast.saving.staging.room import ranks_here; print(ranks_here())"
+# Every variable that a launcher may have set for the process that runs the tests.
+_LAUNCHERS = ("LOCAL_WORLD_SIZE", "SLURM_", "OMPI_", "MPI_", "MV2_", "PMI_", "PALS_", "JSM_")
+
+
+def ask(variables: dict[str, str]) -> int:
+    """How many ranks a process believes to share its machine, in this environment."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
+    done = subprocess.run(
+        [sys.executable, "-c", _ASK], env={**clean, **variables}, capture_output=True, text=True, check=True, timeout=60
+    )
+    return int(done.stdout)
+
+
+SRUN = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "17"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, 1),
+        ({"LOCAL_WORLD_SIZE": "8"}, 8),
+        ({"LOCAL_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, 2),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 4),
+        ({"MPI_LOCALNRANKS": "6"}, 6),
+        ({"MV2_COMM_WORLD_LOCAL_SIZE": "3"}, 3),
+        ({"PMI_LOCAL_SIZE": "5"}, 5),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_NODEID": "0"}, 4),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "1"}, 4),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "2"}, 3),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "9"}, 4),
+        ({**SRUN, "SLURM_NTASKS_PER_NODE": "8"}, 8),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4(x99999999999)", "SLURM_NTASKS_PER_NODE": "2"}, 2),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "1", "LOCAL_WORLD_SIZE": "8"}, 8),
+        ({"SLURM_JOB_ID": "17", "SLURM_NTASKS_PER_NODE": "8", "SLURM_TASKS_PER_NODE": "8"}, 1),
+        ({"LOCAL_WORLD_SIZE": "x", "MPI_LOCALNRANKS": "-3", "PMI_LOCAL_SIZE": ""}, 1),
+    ],
+)
+def test_the_ranks_of_a_machine_are_counted_as_their_launcher_says(variables: dict[str, str], expected: int) -> None:
+    assert ask(variables) == expected
+
+
+def machine(root: Path, free_bytes: int, groups: str) -> Path:
+    """A machine as its files under `proc` say."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable:   {free_bytes // 1024} kB\n")
+    (root / "proc/self/cgroup").write_text(groups)
+    return root
+
+
+def group(root: Path, path: str, **files: object) -> None:
+    """A group of processes, by the files of its folder; `_` stands for a dot."""
+    folder = root / "sys/fs/cgroup" / path
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in files.items():
+        (folder / name.replace("memory_", "memory.", 1)).write_text(f"{value}\n")
+
+
+def test_without_limits_it_is_a_share_of_what_is_free(tmp_path: Path) -> None:
+    assert free_for_staging(machine(tmp_path, 10 * GIB, "")) == 9 * GIB
+
+
+@pytest.mark.parametrize("own", ["/job/step/task", "/job/step", "/job"])
+def test_the_tightest_limit_of_nested_groups_counts(own: str, tmp_path: Path) -> None:
+    root = machine(tmp_path, 100 * GIB, f"0::{own}\n")
+    group(root, "job", memory_max=20 * GIB, memory_current=15 * GIB)
+    group(root, "job/step", memory_max="max", memory_current=GIB)
+    group(root, "job/step/task", memory_max=50 * GIB, memory_current=GIB)
+    assert free_for_staging(root) == int(0.9 * 5 * GIB)
+
+
+def test_a_limit_at_which_a_group_is_slowed_down_counts_too(tmp_path: Path) -> None:
+    root = machine(tmp_path, 100 * GIB, "0::/job\n")
+    group(root, "job", memory_max=20 * GIB, memory_high=10 * GIB, memory_current=6 * GIB)
+    assert free_for_staging(root) == int(0.9 * 4 * GIB)
+
+
+def test_clean_pages_of_files_count_as_free(tmp_path: Path) -> None:
+    root = machine(tmp_path, 100 * GIB, "0::/job\n")
+    group(root, "job", memory_max=10 * GIB, memory_current=9 * GIB, memory_stat=f"anon 1\ninactive_file {3 * GIB}")
+    assert free_for_staging(root) == int(0.9 * 4 * GIB)
+
+
+V1 = "9:name=systemd:/\n4:{kinds}:{path}\n3:cpuset:/other\n0::/\n"
+
+
+@pytest.mark.parametrize("kinds", ["memory", "hugetlb,memory"])
+@pytest.mark.parametrize("own", ["/slurm/uid_0/job_1", "/slurm/uid_0/job_1/step_0/task_3"])
+def test_limits_of_the_older_kind_of_groups_count(own: str, kinds: str, tmp_path: Path) -> None:
+    root = machine(tmp_path, 100 * GIB, V1.format(kinds=kinds, path=own))
+    group(root, "memory", memory_limit_in_bytes=(1 << 63) - 4096, memory_usage_in_bytes=50 * GIB)
+    group(
+        root,
+        "memory/slurm/uid_0/job_1",
+        memory_limit_in_bytes=8 * GIB,
+        memory_usage_in_bytes=7 * GIB,
+        memory_stat=f"inactive_file 5\ntotal_inactive_file {GIB}",
+    )
+    group(root, "memory/slurm/uid_0/job_1/step_0/task_3", memory_limit_in_bytes=(1 << 63) - 4096)
+    group(root, "cpuset/other", memory_limit_in_bytes=1, memory_usage_in_bytes=0)
+    assert free_for_staging(root) == int(0.9 * 2 * GIB)
+
+
+def test_in_a_container_that_shows_the_hosts_path_the_mount_itself_is_its_group(tmp_path: Path) -> None:
+    root = machine(tmp_path, 100 * GIB, V1.format(kinds="memory", path="/docker/0123456789abcdef"))
+    group(root, "memory", memory_limit_in_bytes=4 * GIB, memory_usage_in_bytes=GIB)
+    assert free_for_staging(root) == int(0.9 * 3 * GIB)
+
+
+def test_both_kinds_of_groups_at_once_are_looked_at(tmp_path: Path) -> None:
+    root = machine(tmp_path, 100 * GIB, V1.format(kinds="memory", path="/a").replace("0::/\n", "0::/b\n"))
+    group(root, "memory/a", memory_limit_in_bytes=9 * GIB, memory_usage_in_bytes=0)
+    group(root, "unified/b", memory_max=7 * GIB, memory_current=0)
+    assert free_for_staging(root) == int(0.9 * 7 * GIB)
+
+
+def test_more_that_is_used_than_may_be_leaves_nothing(tmp_path: Path) -> None:
+    root = machine(tmp_path, 100 * GIB, "0::/job\n")
+    group(root, "job", memory_max=GIB, memory_current=2 * GIB)
+    assert free_for_staging(root) == 0
+
+
+def brief(machine: str, room: int | None = 12 * GIB, **more: int) -> Brief:
+    return Brief("structure", (), (), 0, room, machine=machine, **more)
+
+
+def test_ranks_that_share_a_machine_share_its_memory_whatever_their_launcher_says() -> None:
+    briefs = [brief("a"), brief("b"), brief("a"), brief("a", ranks_here=6), brief("c", held_bytes=5), brief("b", None)]
+    assert neighbours(briefs) == (3, 2, 3, 3, 1, 2)
+    assert rooms_for_staging(briefs) == [4 * GIB, 6 * GIB, 4 * GIB, 2 * GIB, 12 * GIB + 5, None]

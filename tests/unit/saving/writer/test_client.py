@@ -1,0 +1,69 @@
+"""The trainer's end of a line: how it learns why its writer is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.errors import SaveFailedError
+from holdfast.saving.staging.arena import Arena
+from holdfast.saving.writer.client import start_writer
+from holdfast.saving.writer.images import Commit, NewArena
+from holdfast.storage.local.local import LocalStorage
+from holdfast.testing import MemoryStorage
+
+
+@pytest.fixture(params=["thread", "process"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    return MemoryStorage() if request.param == "thread" else LocalStorage(tmp_path)
+
+
+def test_what_ends_a_writer_outside_of_its_answers_is_named(
+    storage: Any, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    writer = start_writer(storage)
+    arena = Arena.make(4096)
+
+    def give_order() -> None:
+        # More than any process can map: the order fails before there is a save to answer for.
+        writer.tell(NewArena(1 << 60), arena.handle)
+        writer.hear(1, lambda: 0, 60.0)
+
+    with pytest.raises(SaveFailedError, match=r"the writer (thread|process) .*before the save was committed") as caught:
+        give_order()
+    is_thread = isinstance(storage, MemoryStorage)
+    assert ("Cannot allocate memory" in str(caught.value)) == is_thread, "a process writes it to stderr"
+    told = caplog.text if is_thread else capfd.readouterr().err
+    assert "Cannot allocate memory" in told
+    assert "Traceback" in told
+    writer.leave()
+    arena.close()
+
+
+def test_a_writer_that_was_killed_between_two_saves_is_replaced_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    with holdfast.CheckpointManager(tmp_path, {"model": model}, mode="async", rng=False) as manager:
+        manager.save(1, wait=True)
+        children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+        (writer,) = [int(one) for one in children if b"holdfast.writer" in Path(f"/proc/{one}/cmdline").read_bytes()]
+        handle = os.pidfd_open(writer)
+        os.kill(writer, signal.SIGKILL)
+        os.waitid(os.P_PIDFD, handle, os.WEXITED | os.WNOWAIT)
+        os.close(handle)
+        manager.save(2, wait=True)
+    assert "the writer process was killed by SIGKILL after step 1; a new one is started" in caplog.text
+
+
+def test_a_living_writer_answers_what_it_cannot_do(storage: Any) -> None:
+    writer = start_writer(storage)
+    writer.tell(Commit(3))
+    assert "nothing to commit" in str(writer.hear(3, lambda: 0, 60.0))
+    writer.leave()

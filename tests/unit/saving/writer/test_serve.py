@@ -1,0 +1,185 @@
+"""What a writer answers to its orders, over a line as the trainer's, against a storage in memory."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from holdfast.errors import StorageError
+from holdfast.saving.facts import Facts, Listing
+from holdfast.saving.staging.arena import Arena
+from holdfast.saving.writer.images import (
+    Answer,
+    Commit,
+    Committed,
+    Discard,
+    Discarded,
+    Failed,
+    Image,
+    Job,
+    Layout,
+    Leave,
+    NewArena,
+    Order,
+    PlainImage,
+    Written,
+)
+from holdfast.saving.writer.line import Line
+from holdfast.saving.writer.serve import serve
+from holdfast.testing import MemoryStorage
+
+FOLDER = "step-000000001"
+
+
+class Talk:
+    """The trainer's end of a line to a writer in a thread."""
+
+    def __init__(self, storage: MemoryStorage | None = None) -> None:
+        ours, theirs = socket.socketpair()
+        self.storage = storage or MemoryStorage()
+        self.line = Line(ours, Answer)
+        other = Line(theirs, Order)
+        self.thread = threading.Thread(
+            target=lambda: serve(other, lambda url: self.storage, lambda: False), daemon=True
+        )
+        self.thread.start()
+
+    def ask(self, order: Any, handle: int | None = None) -> Any:
+        self.line.send(order, handle)
+        return self.line.receive(lambda: not self.thread.is_alive())
+
+
+@pytest.fixture
+def talk() -> Iterator[Talk]:
+    made = Talk()
+    yield made
+    made.line.close()
+    made.thread.join(60)
+    assert not made.thread.is_alive(), "it ends with its line"
+
+
+def job(*, rank: int = 0, size: int = 1, plain: tuple[PlainImage, ...] = ()) -> Job:
+    facts = Facts(
+        step=1,
+        folder=FOLDER,
+        parent=None,
+        meshes=(),
+        metrics={},
+        progress={},
+        extra={},
+        config=None,
+        guards={},
+        tags=(),
+        versions={},
+    )
+    return Job(1, "token", 1, "memory", FOLDER, 1, rank, size, plain, facts if rank == 0 else None, 60.0, True)
+
+
+def hand_over(talk: Talk) -> Arena:
+    """An arena with one file of a hundred bytes, and an empty layout."""
+    arena = Arena.make(1 << 20)
+    arena.begin()
+    arena.memory[:100] = bytes(range(100))
+    talk.line.send(NewArena(arena.size_bytes), arena.handle)
+    talk.line.send(Layout(1, tuple[Image, ...](), Listing((), ())))
+    return arena
+
+
+def test_orders_that_make_no_sense_are_answered_and_the_next_one_is_heard(talk: Talk) -> None:
+    nothing = talk.ask(Commit(7))
+    assert isinstance(nothing, Failed)
+    assert nothing.number == 7
+    assert "nothing to commit" in str(nothing.error)
+    untold = talk.ask(job())
+    assert isinstance(untold, Failed)
+    assert "not told what to write" in str(untold.error)
+    assert talk.ask(Discard(8)) == Discarded(8)
+
+
+def test_a_writer_that_is_told_to_leave_ends(talk: Talk) -> None:
+    talk.line.send(Leave())
+    talk.thread.join(60)
+    assert not talk.thread.is_alive()
+
+
+def test_what_is_given_up_is_removed(talk: Talk) -> None:
+    arena = hand_over(talk)
+    assert talk.ask(job(plain=(PlainImage("values.json", 0, 100),))) == Written(1, 100)
+    assert talk.storage.read(f"{FOLDER}/values.json", 1000) == bytes(range(100))
+    assert talk.ask(Discard(1)) == Discarded(1)
+    assert not talk.storage.entries(FOLDER)
+    arena.close()
+
+
+def test_a_commit_that_does_not_wait_fails_at_once_where_a_part_is_missing(talk: Talk) -> None:
+    arena = hand_over(talk)
+    assert talk.ask(job(size=2, plain=(PlainImage("values.json", 0, 100),))) == Written(1, 100)
+    begin = time.monotonic()
+    answer = talk.ask(Commit(1, waits=False))
+    assert isinstance(answer, Failed)
+    assert "of 2 ranks' parts these are missing" in str(answer.error)
+    assert not answer.sealed, "nobody can count on it"
+    assert time.monotonic() - begin < 50, "the job would have let it wait for 60 s"
+    assert not talk.storage.entries(FOLDER)
+    arena.close()
+
+
+class MomentaryErrors(MemoryStorage):
+    """A storage on which the next few listings and reads of an attempt's folder fail, as a file server's do that was
+    just restarted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failures: list[str] = []
+
+    def entries(self, folder: str) -> Any:
+        self._fail("entries", folder)
+        return super().entries(folder)
+
+    def read(self, key: str, limit_bytes: int) -> bytes:
+        self._fail("read", key)
+        return super().read(key, limit_bytes)
+
+    def _fail(self, call: str, key: str) -> None:
+        if self.failures and self.failures[0] == call and key.startswith(FOLDER):
+            self.failures.pop(0)
+            raise StorageError("Stale file handle [ESTALE]", errno=errno.ESTALE, file=key)
+
+
+@pytest.mark.guarantee("G6")
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("failures", [["entries"], ["entries"] * 3, ["read"], ["entries", "read", "read"]], ids=str)
+def test_a_momentary_error_while_the_receipts_are_read_costs_no_save(failures: list[str], waits: bool) -> None:
+    storage = MomentaryErrors()
+    leader, follower = Talk(storage), Talk(storage)
+    arenas = [hand_over(leader), hand_over(follower)]
+    assert leader.ask(job(size=2, plain=(PlainImage("values.json", 0, 100),))) == Written(1, 100)
+    assert follower.ask(job(rank=1, size=2, plain=(PlainImage("rank-00001.json", 0, 100),))) == Written(1, 100)
+    storage.failures = failures.copy()
+    assert isinstance(leader.ask(Commit(1, waits=waits)), Committed)
+    assert storage.failures == []
+    for talk, arena in zip((leader, follower), arenas, strict=True):
+        talk.line.close()
+        talk.thread.join(60)
+        arena.close()
+
+
+def test_an_error_that_does_not_pass_ends_the_wait_for_receipts_with_that_error() -> None:
+    storage = MomentaryErrors()
+    leader = Talk(storage)
+    arena = hand_over(leader)
+    assert leader.ask(job(size=2, plain=(PlainImage("values.json", 0, 100),))) == Written(1, 100)
+    storage.failures = ["entries"] * 1000
+    answer = leader.ask(Commit(1, waits=False))
+    assert isinstance(answer, Failed)
+    assert "ESTALE" in str(answer.error)
+    storage.failures = []
+    leader.line.close()
+    leader.thread.join(60)
+    arena.close()
