@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     )
     from holdfast.formats.dcp import HoldfastReader, HoldfastWriter
     from holdfast.loading.strategy import LoadStrategy
-    from holdfast.manager.blocks import (
+    from holdfast.manager.checkpointer import AsyncCheckpointer
+    from holdfast.manager.functions import (
         build_train_state,
         checkpoints,
         examine,
@@ -44,9 +45,8 @@ if TYPE_CHECKING:
         unlock,
         verify,
     )
-    from holdfast.manager.checkpointer import AsyncCheckpointer
-    from holdfast.manager.handle import SaveHandle
     from holdfast.manager.manager import CheckpointManager, RestoreResult
+    from holdfast.manager.results import SaveHandle
     from holdfast.ondisk.codec import register_type
     from holdfast.plugins.configuration import CheckpointConfig
     from holdfast.plugins.contexts import LoadContext, SaveContext
@@ -74,7 +74,7 @@ if TYPE_CHECKING:
 _HOME = {
     "CheckpointManager": "manager.manager",
     "RestoreResult": "manager.manager",
-    "SaveHandle": "manager.handle",
+    "SaveHandle": "manager.results",
     "AsyncCheckpointer": "manager.checkpointer",
     "Event": "runs.events",
     "LoadStrategy": "loading.strategy",
@@ -111,19 +111,19 @@ _HOME = {
     "Trainable": "state.components",
     "get_rng_state": "state.components",
     "set_rng_state": "state.components",
-    "build_train_state": "manager.blocks",
-    "restore_train_state": "manager.blocks",
-    "checkpoints": "manager.blocks",
-    "examine": "manager.blocks",
-    "mend": "manager.blocks",
-    "unlock": "manager.blocks",
+    "build_train_state": "manager.functions",
+    "restore_train_state": "manager.functions",
+    "checkpoints": "manager.functions",
+    "examine": "manager.functions",
+    "mend": "manager.functions",
+    "unlock": "manager.functions",
     "Finding": "runs.doctor",
-    "is_restart": "manager.blocks",
-    "peek": "manager.blocks",
-    "prune": "manager.blocks",
-    "retention": "manager.blocks",
-    "resolve": "manager.blocks",
-    "verify": "manager.blocks",
+    "is_restart": "manager.functions",
+    "peek": "manager.functions",
+    "prune": "manager.functions",
+    "retention": "manager.functions",
+    "resolve": "manager.functions",
+    "verify": "manager.functions",
     "HoldfastReader": "formats.dcp",
     "HoldfastWriter": "formats.dcp",
     **dict.fromkeys(

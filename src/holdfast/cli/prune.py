@@ -18,7 +18,7 @@ from holdfast.cli.columns import Columns
 from holdfast.cli.output import SOUND, cell, count_text, print_json, print_note, size_text, stdout
 from holdfast.cli.sources import open_run, print_passed_over, scan_run, unreadable
 from holdfast.errors import UsageError
-from holdfast.manager import blocks
+from holdfast.manager import functions
 from holdfast.ondisk import layout
 from holdfast.runs.catalog import Catalog, Scan
 from holdfast.runs.policies import KeepBest, KeepEvery, KeepLast, KeepPolicy, KeepTagged
@@ -167,13 +167,13 @@ def _unreadable(text: str) -> UsageError:
 
 def _look(catalog: Catalog, scan: Scan, policy: KeepPolicy) -> _Outcome:
     held = _held(catalog, scan)
-    decisions = blocks.retention(catalog.storage, policy)
+    decisions = functions.retention(catalog.storage, policy)
     return _Outcome(catalog.storage.url, _lines(decisions, scan.attempts, held, held), done=False)
 
 
 def _prune(catalog: Catalog, scan: Scan, policy: KeepPolicy) -> _Outcome:
     held = _held(catalog, scan)
-    decisions = blocks.prune(catalog.storage, policy)
+    decisions = functions.prune(catalog.storage, policy)
     left = _held(catalog, catalog.scan())
     outcome = _Outcome(catalog.storage.url, _lines(decisions, scan.attempts, held, left), done=True)
     for line in outcome.going:

@@ -8,7 +8,7 @@ import typer
 
 from holdfast.cli.output import SOUND, cell, print_json, stdout
 from holdfast.cli.sources import open_run
-from holdfast.manager import blocks
+from holdfast.manager import functions
 
 
 def unlock(
@@ -37,7 +37,7 @@ def unlock(
       2  a process that lives holds it, nothing there, or a storage that failed
     """
     catalog = open_run(run)
-    claim = blocks.unlock(catalog.storage, force=force)
+    claim = functions.unlock(catalog.storage, force=force)
     if json:
         print_json({"run": catalog.storage.url, "free": True, "was_held_by": None if claim is None else claim.who})
     else:

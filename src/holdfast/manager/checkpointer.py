@@ -14,8 +14,7 @@ import msgspec
 
 from holdfast.errors import ClosedError, UsageError
 from holdfast.loading.resolve import Location
-from holdfast.manager.handle import SaveHandle
-from holdfast.manager.requests import (
+from holdfast.manager.arguments import (
     Introduction,
     agree_on_run,
     check_callable,
@@ -26,6 +25,7 @@ from holdfast.manager.requests import (
     one_of,
     plain_step,
 )
+from holdfast.manager.results import SaveHandle
 from holdfast.ondisk.codec import encode
 from holdfast.ondisk.layout import check_component_name, check_step
 from holdfast.ondisk.manifest import STATE_DICT_NOTE

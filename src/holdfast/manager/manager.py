@@ -20,10 +20,7 @@ from holdfast.loading.carrying import bound_to_ranks, carried_guards, carry
 from holdfast.loading.loading import Loaded, LoadRequest, NothingToLoad, Verify, load
 from holdfast.loading.resolve import Location, locate
 from holdfast.loading.strategy import LoadStrategy
-from holdfast.manager.handle import SaveHandle
-from holdfast.manager.pacing import Pace
-from holdfast.manager.reports import Reports
-from holdfast.manager.requests import (
+from holdfast.manager.arguments import (
     Introduction,
     agree_on,
     agree_on_run,
@@ -38,6 +35,9 @@ from holdfast.manager.requests import (
     one_of,
     plain_step,
 )
+from holdfast.manager.reports import Reports
+from holdfast.manager.results import SaveHandle
+from holdfast.manager.schedule import Pace
 from holdfast.ondisk.layout import check_component_name, check_step
 from holdfast.ranks.ranks import on_leader, torch_ranks
 from holdfast.runs.catalog import Catalog, Checkpoint, choose_own

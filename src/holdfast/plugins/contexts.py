@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from holdfast.errors import UsageError
 from holdfast.loading.strategy import OPTIMIZERS, LoadStrategy
-from holdfast.manager.requests import check_metrics
+from holdfast.manager.arguments import check_metrics
 from holdfast.ondisk.layout import check_component_name, check_step
 from holdfast.runs.selector import check_tag, parse_selector
 

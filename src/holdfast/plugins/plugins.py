@@ -15,9 +15,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from holdfast.errors import CheckpointNotFoundError, StateMismatchError, UsageError
 from holdfast.loading.strategy import MODULES, OPTIMIZERS, LoadStrategy
-from holdfast.manager.blocks import resolve
-from holdfast.manager.handle import SaveHandle
+from holdfast.manager.functions import resolve
 from holdfast.manager.manager import CheckpointManager, RestoreResult
+from holdfast.manager.results import SaveHandle
 from holdfast.plugins.admission import Call, check_class, named_class
 from holdfast.plugins.configuration import CheckpointConfig, shown
 from holdfast.plugins.contexts import LoadContext, SaveContext

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import UsageError
-from holdfast.manager.blocks import checkpoints
+from holdfast.manager.functions import checkpoints
 from holdfast.ondisk.codec import Json, plain, typed
 from holdfast.ondisk.manifest import TensorRecord, TreeRecord
 from holdfast.ondisk.wire import from_json

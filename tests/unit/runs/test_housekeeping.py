@@ -18,7 +18,7 @@ import torch
 
 import holdfast
 from holdfast.errors import CheckpointNotFoundError, RunInUseError, StorageError
-from holdfast.manager.requests import encoded_metrics
+from holdfast.manager.arguments import encoded_metrics
 from holdfast.ranks.ranks import Alone
 from holdfast.runs.catalog import Catalog, Checkpoint
 from holdfast.runs.events import Event

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from holdfast.errors import DamagedRecordError, KeyExistsError, RunInUseError, StorageError
-from holdfast.manager.blocks import prune
+from holdfast.manager.functions import prune
 from holdfast.ondisk.layout import Floor
 from holdfast.ranks.ranks import Alone
 from holdfast.runs.attempts import MAX_LEASE_NUMBER

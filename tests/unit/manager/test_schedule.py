@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import RankError, UsageError
-from holdfast.manager.pacing import Pace, Time
+from holdfast.manager.schedule import Pace, Time
 from holdfast.ranks.ranks import Alone, Ranks, StoreRanks
 from holdfast.runs.policies import At, Every, Moment, OnLastStep, OnSignal, TimeLimit, Trigger, Wish
 from holdfast.testing import simulate_ranks
