@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     )
     from holdfast.runs.report import Report
     from holdfast.runs.retain import Decision
-    from holdfast.state.components import PerRank, RNGState, Sharded, Shared, Trainable, get_rng_state, set_rng_state
+    from holdfast.state.wrappers import PerRank, RNGState, Sharded, Shared, Trainable, get_rng_state, set_rng_state
 
 _HOME = {
     "CheckpointManager": "manager.manager",
@@ -104,13 +104,13 @@ _HOME = {
     ),
     "register_type": "ondisk.codec",
     "Checkpoint": "runs.catalog",
-    "PerRank": "state.components",
-    "RNGState": "state.components",
-    "Sharded": "state.components",
-    "Shared": "state.components",
-    "Trainable": "state.components",
-    "get_rng_state": "state.components",
-    "set_rng_state": "state.components",
+    "PerRank": "state.wrappers",
+    "RNGState": "state.wrappers",
+    "Sharded": "state.wrappers",
+    "Shared": "state.wrappers",
+    "Trainable": "state.wrappers",
+    "get_rng_state": "state.wrappers",
+    "set_rng_state": "state.wrappers",
     "build_train_state": "manager.functions",
     "restore_train_state": "manager.functions",
     "checkpoints": "manager.functions",

@@ -22,7 +22,7 @@ from holdfast.runs.selector import Selector
 from holdfast.runs.verify import verify
 from holdfast.saving.leading import SaveRequest
 from holdfast.saving.saving import Saver, save
-from holdfast.state.components import PerRank
+from holdfast.state.wrappers import PerRank
 from holdfast.storage.base import Storage
 from holdfast.testing import SimulatedCrash
 from holdfast.testing.simulation import simulate_ranks

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
-from holdfast.state.naming import unwrap
+from holdfast.state.names import unwrap
 from tests.distributed.scenes import Play, bits, caught, run_scenes, the_same_error, trees
 from tests.unit.state.test_odd_modules import Metric, renamed, tower
 from tests.unit.state.test_odd_optimizers import Lookahead

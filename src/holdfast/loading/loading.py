@@ -43,11 +43,11 @@ from holdfast.runs.lease import reading
 from holdfast.runs.progress import Progress
 from holdfast.runs.report import Problem
 from holdfast.runs.selector import Selector
-from holdfast.state.components import PerRank, RNGState
 from holdfast.state.frozen import frozen_guards, take_frozen
 from holdfast.state.memory import collector_paused
-from holdfast.state.naming import holds_state, kind_of, unwrap
+from holdfast.state.names import holds_state, kind_of, unwrap
 from holdfast.state.records import FrozenEntry, ranks_in_words
+from holdfast.state.wrappers import PerRank, RNGState
 
 logger = logging.getLogger("holdfast")
 

@@ -24,17 +24,17 @@ from holdfast.ondisk.boxes import Cut
 from holdfast.ondisk.codec import Json, Subclass, class_name, decode, subclass_of, typed
 from holdfast.ondisk.manifest import TensorRecord, TreeRecord
 from holdfast.ondisk.merging import references
-from holdfast.state.components import (
-    PerRank,
-    RNGState,
-    check_plain_state,
-    check_rng_state,
-    has_plain_state,
-    load_state,
-    random_state_kept,
-    state_of,
+from holdfast.state.names import (
+    cut_at,
+    cuts_of,
+    is_loader,
+    kind_of,
+    models_of,
+    optimizer_names,
+    scopes_in_world,
+    unwrap,
 )
-from holdfast.state.live import (
+from holdfast.state.state_dicts import (
     OPTIONS_OF_SCHEDULERS,
     component_state,
     description_of,
@@ -47,16 +47,6 @@ from holdfast.state.live import (
     state_keys,
     state_keys_with,
     tree_of,
-)
-from holdfast.state.naming import (
-    cut_at,
-    cuts_of,
-    is_loader,
-    kind_of,
-    models_of,
-    optimizer_names,
-    scopes_in_world,
-    unwrap,
 )
 from holdfast.state.tensors import (
     cut_like,
@@ -73,6 +63,16 @@ from holdfast.state.tensors import (
     torch_dtype,
     unflattened,
     whole_shape,
+)
+from holdfast.state.wrappers import (
+    PerRank,
+    RNGState,
+    check_plain_state,
+    check_rng_state,
+    has_plain_state,
+    load_state,
+    random_state_kept,
+    state_of,
 )
 
 

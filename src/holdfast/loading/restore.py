@@ -15,9 +15,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.errors import HoldfastError, StateMismatchError
 from holdfast.loading.targets import Fitted
-from holdfast.state.components import RNGState, random_state_kept
 from holdfast.state.loaders import shield_random_state
-from holdfast.state.naming import is_stateful_loader, unwrap
+from holdfast.state.names import is_stateful_loader, unwrap
+from holdfast.state.wrappers import RNGState, random_state_kept
 
 
 def restore_values(fitted: Sequence[Fitted], components: Mapping[str, Any]) -> None:

@@ -37,7 +37,7 @@ from holdfast.saving.leading import SaveRequest
 from holdfast.saving.plan import Replicas
 from holdfast.saving.saving import Saver
 from holdfast.saving.staging.staging import ChosenMode
-from holdfast.state.components import United
+from holdfast.state.wrappers import United
 from holdfast.storage.base import Storage
 from holdfast.storage.registry import storage_for
 

@@ -151,8 +151,8 @@ def _require_metrics(keep: KeepPolicy, catalog: Catalog) -> None:
 
 def build_train_state(components: Mapping[str, Any]) -> dict[str, Any]:
     """The state of every component as nested dicts, tensors still the live ones, in the form that is stored."""
-    from holdfast.state.live import component_state
-    from holdfast.state.naming import random_state_last
+    from holdfast.state.names import random_state_last
+    from holdfast.state.state_dicts import component_state
 
     taken = {name: component_state(name, one, components) for name, one in random_state_last(components)}
     return {name: taken[name] for name in components}
@@ -160,6 +160,6 @@ def build_train_state(components: Mapping[str, Any]) -> dict[str, Any]:
 
 def restore_train_state(components: Mapping[str, Any], train_state: Mapping[str, Any]) -> None:
     """Give state that `build_train_state` took back to the components, all of it or, on a mismatch, none of it."""
-    from holdfast.state.live import restore_state
+    from holdfast.state.state_dicts import restore_state
 
     restore_state(components, train_state)

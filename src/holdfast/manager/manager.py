@@ -55,10 +55,10 @@ from holdfast.saving.leading import SaveRequest
 from holdfast.saving.plan import Replicas
 from holdfast.saving.saving import Saver
 from holdfast.saving.staging.staging import ChosenMode
-from holdfast.state.components import RNGState, Sharded, check_covers
-from holdfast.state.live import check_components
-from holdfast.state.naming import cuts_of, follow_models, kind_of, refuse_flat_parameters, unwrap
+from holdfast.state.names import cuts_of, follow_models, kind_of, refuse_flat_parameters, unwrap
 from holdfast.state.records import CarriedTree
+from holdfast.state.state_dicts import check_components
+from holdfast.state.wrappers import RNGState, Sharded, check_covers
 from holdfast.storage.base import Storage
 from holdfast.storage.registry import open_storage, same_place, storage_for
 

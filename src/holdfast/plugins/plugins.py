@@ -22,8 +22,8 @@ from holdfast.plugins.admission import Call, check_class, named_class
 from holdfast.plugins.configuration import CheckpointConfig, shown
 from holdfast.plugins.contexts import LoadContext, SaveContext
 from holdfast.runs.events import Event
-from holdfast.state.components import Trainable
-from holdfast.state.naming import kind_of
+from holdfast.state.names import kind_of
+from holdfast.state.wrappers import Trainable
 from holdfast.storage.base import Storage
 
 __all__ = [

@@ -19,10 +19,10 @@ from holdfast.ondisk import layout
 from holdfast.ondisk.boxes import Cut, whole
 from holdfast.ondisk.manifest import MeshRecord
 from holdfast.state.frozen import take_frozen
-from holdfast.state.live import component_state, tree_of
-from holdfast.state.naming import cut_at, cuts_of, models_of, random_state_last, scope_of
-from holdfast.state.recall import Remembered, remember
+from holdfast.state.names import cut_at, cuts_of, models_of, random_state_last, scope_of
 from holdfast.state.records import CapturedTree, CarriedTree, FrozenEntry, Inventory, PartEntry, TreeEntry
+from holdfast.state.state_dicts import component_state, tree_of
+from holdfast.state.structure_cache import Remembered, remember
 from holdfast.state.tensors import (
     dtype_name,
     held_piece,

@@ -65,7 +65,7 @@ from holdfast.saving.write import write
 from holdfast.saving.writer.client import Writer, start_writer
 from holdfast.saving.writer.images import Image, Job, Layout, PlainImage
 from holdfast.state.memory import collector_paused
-from holdfast.state.naming import unwrap
+from holdfast.state.names import unwrap
 from holdfast.state.records import Brief, Duty, Inventory, Receipt, ReplicaSet, SavePlan
 from holdfast.storage.base import Storage
 from holdfast.storage.registry import same_place

@@ -11,10 +11,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from holdfast.ondisk.boxes import Box
 from holdfast.ondisk.manifest import digest_of
-from holdfast.state.components import Trainable
-from holdfast.state.naming import parameter_names
+from holdfast.state.names import parameter_names
 from holdfast.state.records import FrozenEntry
 from holdfast.state.tensors import address, fingerprint, held_piece, plain_parts, sample_of
+from holdfast.state.wrappers import Trainable
 
 
 def take_frozen(components: Mapping[str, Any], *, anew: bool = False) -> tuple[FrozenEntry, ...]:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from holdfast.state.components import get_rng_state, set_rng_state
-from holdfast.state.naming import is_stateful_loader
+from holdfast.state.names import is_stateful_loader
+from holdfast.state.wrappers import get_rng_state, set_rng_state
 
 logger = logging.getLogger("holdfast")
 

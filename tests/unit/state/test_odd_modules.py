@@ -14,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import holdfast
 from holdfast import CheckpointManager
 from holdfast.errors import StateMismatchError, UsageError
-from holdfast.state.live import live_tree
+from holdfast.state.state_dicts import live_tree
 
 
 class Metric(nn.Module):

@@ -10,8 +10,8 @@ import torch
 
 import holdfast
 from holdfast.errors import UsageError
-from holdfast.state.components import PerRank, Shared, check_covers
-from holdfast.state.naming import follow_models
+from holdfast.state.names import follow_models
+from holdfast.state.wrappers import PerRank, Shared, check_covers
 
 
 @pytest.mark.parametrize("covers", [None, 3, "sampler", {"sampler": 1}, len], ids=repr)

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from holdfast import CheckpointManager
 from holdfast.errors import UsageError
-from holdfast.state.naming import cuts_of, optimizer_names, parameter_names
+from holdfast.state.names import cuts_of, optimizer_names, parameter_names
 from holdfast.testing import MemoryStorage
 
 

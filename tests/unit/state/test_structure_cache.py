@@ -12,8 +12,8 @@ import torch
 
 import holdfast
 from holdfast.errors import UsageError
-from holdfast.state.live import tree_of
-from holdfast.state.recall import remember
+from holdfast.state.state_dicts import tree_of
+from holdfast.state.structure_cache import remember
 from holdfast.testing import MemoryStorage
 
 

@@ -22,18 +22,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from holdfast.errors import StateMismatchError, UsageError
 from holdfast.ondisk import layout
 from holdfast.ondisk.codec import encode
-from holdfast.state.components import (
-    PerRank,
-    Shared,
-    Trainable,
-    United,
-    check_plain_state,
-    has_plain_state,
-    load_state,
-    state_of,
-)
 from holdfast.state.loaders import shield_random_state
-from holdfast.state.naming import (
+from holdfast.state.names import (
     clean_name,
     has_torch_layout,
     kind_of,
@@ -52,6 +42,16 @@ from holdfast.state.tensors import (
     is_sharded,
     plain_parts,
     shares_elements,
+)
+from holdfast.state.wrappers import (
+    PerRank,
+    Shared,
+    Trainable,
+    United,
+    check_plain_state,
+    has_plain_state,
+    load_state,
+    state_of,
 )
 
 logger = logging.getLogger("holdfast")
