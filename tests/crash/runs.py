@@ -20,8 +20,8 @@ from holdfast.ranks.ranks import Alone, Ranks, StoreRanks
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.selector import Selector
 from holdfast.runs.verify import verify
-from holdfast.saving.leading import SaveRequest
-from holdfast.saving.saving import Saver, save
+from holdfast.saving.coordinator import SaveRequest
+from holdfast.saving.pipeline import Saver, save
 from holdfast.state.wrappers import PerRank
 from holdfast.storage.base import Storage
 from holdfast.testing import SimulatedCrash

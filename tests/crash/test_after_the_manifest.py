@@ -13,8 +13,8 @@ import pytest
 from holdfast.errors import HoldfastError, SaveFailedError, SaveUncertainError, StorageError
 from holdfast.ranks.ranks import Alone, Ranks, StoreRanks
 from holdfast.runs.catalog import Catalog
-from holdfast.saving.leading import SaveRequest
-from holdfast.saving.saving import Saver
+from holdfast.saving.coordinator import SaveRequest
+from holdfast.saving.pipeline import Saver
 from holdfast.storage.base import Storage
 from holdfast.testing import MemoryStorage, PowerLossStorage
 from holdfast.testing.storages import _Wrapper

@@ -17,8 +17,8 @@ from holdfast.loading.strategy import LoadStrategy
 from holdfast.ranks.ranks import Alone
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.selector import Selector
-from holdfast.saving.leading import SaveRequest
-from holdfast.saving.saving import save
+from holdfast.saving.coordinator import SaveRequest
+from holdfast.saving.pipeline import save
 from holdfast.storage.base import Storage
 from holdfast.storage.local.local import LocalStorage
 from holdfast.testing import CrashingStorage, MemoryStorage, PowerLossStorage

@@ -24,8 +24,8 @@ from holdfast.ondisk import layout
 from holdfast.runs import housekeeping, lease, retain
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.policies import Record
-from holdfast.saving import commit, leading
-from holdfast.saving.leading import Leader
+from holdfast.saving import commit, coordinator
+from holdfast.saving.coordinator import Leader
 from holdfast.testing import MemoryStorage, SimulatedCrash
 from holdfast.testing.storages import _Wrapper
 from tests.crash.life import (
@@ -512,7 +512,7 @@ def test_numbers_that_do_not_grow_and_lines_that_are_wrong_are_noticed(
     if broken == "next_sequence":
         monkeypatch.setattr(Catalog, "next_sequence", lambda self: 1 + len(self.scan().checkpoints))
     else:
-        for module in (leading, housekeeping):
+        for module in (coordinator, housekeeping):
             monkeypatch.setattr(module, "ancestry", lambda digest, among: list(among))
     noticed("")
 

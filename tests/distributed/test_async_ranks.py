@@ -28,9 +28,9 @@ import holdfast
 from holdfast.errors import RankError, SaveFailedError, SaveUncertainError, StorageError, UsageError
 from holdfast.ranks.ranks import Ranks, torch_ranks
 from holdfast.runs.catalog import Catalog
-from holdfast.saving.leading import SaveRequest
-from holdfast.saving.saving import Saver
-from holdfast.saving.staging.room import ranks_here
+from holdfast.saving.coordinator import SaveRequest
+from holdfast.saving.pipeline import Saver
+from holdfast.saving.staging.budget import ranks_here
 from holdfast.storage.local.local import LocalStorage
 from holdfast.testing import Outcome, values
 from tests.distributed.scenes import Holder, Play, bits, caught, hash_tree, meet, run_scenes, the_same_error

@@ -94,7 +94,7 @@ from holdfast.runs.report import Problem
 from holdfast.runs.selector import Selector
 from holdfast.saving.commit import commit
 from holdfast.saving.facts import Facts, Listing
-from holdfast.saving.stage import split, values_file
+from holdfast.saving.files import split, values_file
 from holdfast.saving.write import write
 from holdfast.state.records import Receipt
 from holdfast.state.tensors import check_storable, host_pieces, tensor_class, torch_dtype, unflattened

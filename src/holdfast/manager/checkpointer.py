@@ -33,10 +33,10 @@ from holdfast.ranks.ranks import torch_ranks
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.events import Event
 from holdfast.runs.selector import check_tag
-from holdfast.saving.leading import SaveRequest
+from holdfast.saving.coordinator import SaveRequest
+from holdfast.saving.pipeline import Saver
 from holdfast.saving.plan import Replicas
-from holdfast.saving.saving import Saver
-from holdfast.saving.staging.staging import ChosenMode
+from holdfast.saving.stage import ChosenMode
 from holdfast.state.wrappers import United
 from holdfast.storage.base import Storage
 from holdfast.storage.registry import storage_for

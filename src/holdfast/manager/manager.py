@@ -51,10 +51,10 @@ from holdfast.runs.retain import Decision
 from holdfast.runs.selector import Selector, check_tag, parse_selector
 from holdfast.runs.survivors import wait_for_survivors
 from holdfast.saving.background import PendingSave
-from holdfast.saving.leading import SaveRequest
+from holdfast.saving.coordinator import SaveRequest
+from holdfast.saving.pipeline import Saver
 from holdfast.saving.plan import Replicas
-from holdfast.saving.saving import Saver
-from holdfast.saving.staging.staging import ChosenMode
+from holdfast.saving.stage import ChosenMode
 from holdfast.state.names import cuts_of, follow_models, kind_of, refuse_flat_parameters, unwrap
 from holdfast.state.records import CarriedTree
 from holdfast.state.state_dicts import check_components

@@ -34,7 +34,7 @@ from holdfast.runs.catalog import Checkpoint
 from holdfast.runs.events import Event, EventKind
 from holdfast.saving.staging.arena import Arena
 from holdfast.saving.writer.client import Writer
-from holdfast.saving.writer.images import Answer, Commit, Committed, Discard, Discarded, Failed, Written
+from holdfast.saving.writer.messages import Answer, Commit, Committed, Discard, Discarded, Failed, Written
 
 __all__ = ["Behind", "PendingSave", "Saved", "as_save_error", "is_leaders_word", "outcome_after"]
 

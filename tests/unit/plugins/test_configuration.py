@@ -31,7 +31,7 @@ from holdfast.runs.policies import (
     TimeLimit,
 )
 from holdfast.saving.plan import Replicas
-from holdfast.saving.staging.staging import ChosenMode
+from holdfast.saving.stage import ChosenMode
 
 YAML = """
 run: runs/tiny

@@ -28,8 +28,8 @@ from holdfast.runs.lease import Lease, reading
 from holdfast.runs.linknames import LinkTemplate
 from holdfast.runs.policies import KeepAll, KeepBest, KeepEvery, KeepLast, KeepPolicy, KeepTagged
 from holdfast.runs.verify import verify
-from holdfast.saving.leading import SaveRequest
-from holdfast.saving.saving import Saver
+from holdfast.saving.coordinator import SaveRequest
+from holdfast.saving.pipeline import Saver
 from holdfast.storage.local.local import LocalStorage
 from holdfast.testing import CrashingStorage, MemoryStorage, PowerLossStorage, SimulatedCrash
 from holdfast.testing.storages import _Wrapper

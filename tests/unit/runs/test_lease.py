@@ -40,8 +40,8 @@ from holdfast.runs.lease import (
 from holdfast.runs.policies import KeepLast
 from holdfast.runs.selector import Selector
 from holdfast.runs.survivors import wait_for_survivors
-from holdfast.saving.leading import SaveRequest
-from holdfast.saving.saving import Saver
+from holdfast.saving.coordinator import SaveRequest
+from holdfast.saving.pipeline import Saver
 from holdfast.storage.local.local import LocalStorage
 from holdfast.testing import MemoryStorage
 from holdfast.testing.storages import _Wrapper

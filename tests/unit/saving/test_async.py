@@ -23,7 +23,7 @@ from torch import nn
 import holdfast
 from holdfast.errors import ClosedError, SaveFailedError, StorageError, UsageError
 from holdfast.saving.writer.client import Writer
-from holdfast.saving.writer.images import Committed
+from holdfast.saving.writer.messages import Committed
 from holdfast.testing import MemoryStorage, SlowStorage
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.saving.saving import Waits
+from holdfast.saving.pipeline import Waits
 from holdfast.storage.local.local import LocalStorage
 
 LONG, SHORT = 1.0, 0.01

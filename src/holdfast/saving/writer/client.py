@@ -20,9 +20,9 @@ from collections.abc import Callable
 
 from holdfast.errors import SaveFailedError
 from holdfast.saving.staging.arena import Arena
-from holdfast.saving.writer.images import Answer, Layout, Leave, NewArena, Order
+from holdfast.saving.writer.channel import Line
 from holdfast.saving.writer.launch import start_process
-from holdfast.saving.writer.line import Line
+from holdfast.saving.writer.messages import Answer, Layout, Leave, NewArena, Order
 from holdfast.storage.base import Storage
 
 logger = logging.getLogger("holdfast")
@@ -58,7 +58,7 @@ class _WriterThread(threading.Thread):
         self.error: BaseException | None = None
 
     def run(self) -> None:
-        from holdfast.saving.writer.serve import serve
+        from holdfast.saving.writer.server import serve
 
         try:
             serve(self._line, lambda url: self._storage, lambda: False)

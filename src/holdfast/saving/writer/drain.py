@@ -17,8 +17,8 @@ from blake3 import blake3
 from holdfast.ondisk import layout
 from holdfast.ondisk.manifest import BLOCK_BYTES, ChunkRecord, FileRecord, tensor_file_digest
 from holdfast.saving.staging.arena import Arena
-from holdfast.saving.staging.room import own_processors
-from holdfast.saving.writer.images import Image, PlainImage
+from holdfast.saving.staging.budget import own_processors
+from holdfast.saving.writer.messages import Image, PlainImage
 from holdfast.state.records import Receipt
 from holdfast.storage.base import Sink, Storage
 

@@ -19,9 +19,9 @@ import sys
 from collections.abc import Callable
 
 from holdfast.runs.identity import birth_of
-from holdfast.saving.writer.images import Order
-from holdfast.saving.writer.line import Line
-from holdfast.saving.writer.serve import serve
+from holdfast.saving.writer.channel import Line
+from holdfast.saving.writer.messages import Order
+from holdfast.saving.writer.server import serve
 from holdfast.storage.registry import open_storage
 
 _NICENESS = 10

@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.saving.staging.arena import Arena
 from holdfast.saving.writer.drain import PIECE_BYTES, drain
-from holdfast.saving.writer.images import Image, Place
+from holdfast.saving.writer.messages import Image, Place
 from holdfast.storage.local.local import LocalStorage
 
 SIZE_BYTES = 3 * PIECE_BYTES

@@ -14,7 +14,7 @@ import holdfast
 from holdfast.errors import SaveFailedError
 from holdfast.saving.staging.arena import Arena
 from holdfast.saving.writer.client import start_writer
-from holdfast.saving.writer.images import Commit, NewArena
+from holdfast.saving.writer.messages import Commit, NewArena
 from holdfast.storage.local.local import LocalStorage
 from holdfast.testing import MemoryStorage
 

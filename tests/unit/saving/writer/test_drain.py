@@ -13,11 +13,11 @@ import pytest
 from blake3 import blake3
 
 from holdfast.ondisk.manifest import BLOCK_BYTES, tensor_file_digest
-from holdfast.saving.staging import room
+from holdfast.saving.staging import budget
 from holdfast.saving.staging.arena import Arena
 from holdfast.saving.writer import drain as module
 from holdfast.saving.writer.drain import drain
-from holdfast.saving.writer.images import Image, Place, PlainImage
+from holdfast.saving.writer.messages import Image, Place, PlainImage
 from holdfast.state.records import Receipt
 from holdfast.storage.local.local import LocalStorage
 
@@ -215,6 +215,6 @@ def test_a_rank_digests_with_a_part_of_its_own_processors(
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(processors)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     # Ranks that were simulated in this process have counted themselves.
-    monkeypatch.setattr(room, "_counted", 1)
+    monkeypatch.setattr(budget, "_counted", 1)
     assert module._digesters(100 << 30) == wanted
     assert module._digesters(1 << 20) == 1

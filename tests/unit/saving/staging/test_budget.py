@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.saving.leading import neighbours, rooms_for_staging
-from holdfast.saving.staging.room import free_for_staging
+from holdfast.saving.coordinator import neighbours, rooms_for_staging
+from holdfast.saving.staging.budget import free_for_staging
 from holdfast.state.records import Brief
 
 GIB = 1 << 30
-_ASK = "from holdfast.saving.staging.room import ranks_here; print(ranks_here())"
+_ASK = "from holdfast.saving.staging.budget import ranks_here; print(ranks_here())"
 # Every variable that a launcher may have set for the process that runs the tests.
 _LAUNCHERS = ("LOCAL_WORLD_SIZE", "SLURM_", "OMPI_", "MPI_", "MV2_", "PMI_", "PALS_", "JSM_")
 

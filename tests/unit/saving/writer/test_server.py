@@ -14,7 +14,8 @@ import pytest
 from holdfast.errors import StorageError
 from holdfast.saving.facts import Facts, Listing
 from holdfast.saving.staging.arena import Arena
-from holdfast.saving.writer.images import (
+from holdfast.saving.writer.channel import Line
+from holdfast.saving.writer.messages import (
     Answer,
     Commit,
     Committed,
@@ -30,8 +31,7 @@ from holdfast.saving.writer.images import (
     PlainImage,
     Written,
 )
-from holdfast.saving.writer.line import Line
-from holdfast.saving.writer.serve import serve
+from holdfast.saving.writer.server import serve
 from holdfast.testing import MemoryStorage
 
 FOLDER = "step-000000001"

@@ -27,8 +27,9 @@ from holdfast.runs.catalog import Catalog
 from holdfast.runs.lease import Heart
 from holdfast.saving.commit import commit
 from holdfast.saving.staging.arena import Arena
+from holdfast.saving.writer.channel import Line
 from holdfast.saving.writer.drain import drain
-from holdfast.saving.writer.images import (
+from holdfast.saving.writer.messages import (
     Answer,
     Commit,
     Committed,
@@ -44,7 +45,6 @@ from holdfast.saving.writer.images import (
     SignedReceipt,
     Written,
 )
-from holdfast.saving.writer.line import Line
 from holdfast.state.records import Receipt
 from holdfast.storage.base import Storage
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from holdfast.saving.staging.moving import Move, move_all
+from holdfast.saving.staging.host_copy import Move, move_all
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 16])

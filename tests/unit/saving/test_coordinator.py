@@ -10,7 +10,7 @@ import pytest
 from holdfast.errors import UsageError
 from holdfast.ondisk.boxes import whole
 from holdfast.runs.catalog import Catalog
-from holdfast.saving.leading import Leader, SaveRequest
+from holdfast.saving.coordinator import Leader, SaveRequest
 from holdfast.state.records import Brief, Inventory, PartEntry, Sample, TreeEntry
 from holdfast.storage.local.local import LocalStorage
 

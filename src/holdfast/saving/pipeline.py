@@ -47,13 +47,11 @@ from holdfast.saving.background import (
 from holdfast.saving.capture import Capture, Capturer
 from holdfast.saving.commit import commit
 from holdfast.saving.compare import Sampler, digest_parts, digest_sets
+from holdfast.saving.coordinator import Leader, SaveRequest, digests_of
 from holdfast.saving.facts import Listing
-from holdfast.saving.leading import Leader, SaveRequest, digests_of
+from holdfast.saving.files import FileLayout, asset_files, lay_out, stage, values_file
 from holdfast.saving.plan import Replicas
-from holdfast.saving.stage import FileLayout, asset_files, lay_out, stage, values_file
-from holdfast.saving.staging.arena import Arena
-from holdfast.saving.staging.room import free_for_staging, machine_name, note_ranks_here, ranks_here
-from holdfast.saving.staging.staging import (
+from holdfast.saving.stage import (
     ChosenMode,
     Mode,
     Stager,
@@ -61,9 +59,11 @@ from holdfast.saving.staging.staging import (
     is_on_device,
     room_for_clone,
 )
+from holdfast.saving.staging.arena import Arena
+from holdfast.saving.staging.budget import free_for_staging, machine_name, note_ranks_here, ranks_here
 from holdfast.saving.write import write
 from holdfast.saving.writer.client import Writer, start_writer
-from holdfast.saving.writer.images import Image, Job, Layout, PlainImage
+from holdfast.saving.writer.messages import Image, Job, Layout, PlainImage
 from holdfast.state.memory import collector_paused
 from holdfast.state.names import unwrap
 from holdfast.state.records import Brief, Duty, Inventory, Receipt, ReplicaSet, SavePlan

@@ -1,0 +1,104 @@
+"""Lay this rank's part of a save out as files. An inventory and a duty enter; framed files leave, whose bytes are
+fetched from the tensors' own memory when they are written, or copied to an arena (holdfast.saving.stage)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from holdfast.errors import UsageError
+from holdfast.ondisk import layout
+from holdfast.ondisk.boxes import whole
+from holdfast.ondisk.codec import Json
+from holdfast.ondisk.files import PlainFile, TensorFile
+from holdfast.ondisk.manifest import BLOCK_BYTES
+from holdfast.ondisk.tensorfile import Frame, FramedChunk, frame
+from holdfast.state.records import Duty, Inventory
+from holdfast.state.tensors import source_of
+
+MAX_FILE_BYTES = 4 << 30
+# A header may have 100 MB, by safetensors' own rule; names of leaves have at most 1024 characters and are said twice.
+MAX_FILE_CHUNKS = 40_000
+_PIECE_BYTES = 32 * BLOCK_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class FileLayout:
+    """A tensor file of this rank: its frame, and for each chunk of it, in order, the part of the inventory."""
+
+    name: str
+    frame: Frame
+    parts: tuple[int, ...]
+
+
+def lay_out(inventory: Inventory, duty: Duty, *, rank: int) -> list[FileLayout]:
+    """The tensor files that this rank writes. The same as long as the structure of the state is."""
+    names = [layout.tree_name(tree.component, scope) for tree, scope in zip(inventory.trees, duty.scopes, strict=True)]
+    chunks: list[FramedChunk] = []
+    parts: dict[str, int] = {}
+    for index in duty.parts:
+        part = inventory.parts[index]
+        leaf = layout.leaf_name(names[part.tree], part.path)
+        box = whole(part.shape) if 0 in part.shape else part.box
+        chunks.append(FramedChunk.of(leaf, part.dtype, box))
+        parts[leaf] = index
+    files = []
+    for number, group in enumerate(split(chunks)):
+        framed = frame(group)
+        files.append(FileLayout(layout.tensor_file(rank, number), framed, tuple(parts[c.leaf] for c in framed.chunks)))
+    return files
+
+
+def stage(files: Sequence[FileLayout], memory: Sequence[Any]) -> list[TensorFile]:
+    """The files with where their bytes come from: the memory behind the parts of the inventory."""
+    return [
+        TensorFile(file.name, file.frame, [source_of(memory[part], _PIECE_BYTES) for part in file.parts])
+        for file in files
+    ]
+
+
+def split(chunks: Sequence[FramedChunk]) -> Iterator[list[FramedChunk]]:
+    """Groups of chunks that make one file each: none over the limit, and no leaf twice in one file."""
+    group: list[FramedChunk] = []
+    names: set[str] = set()
+    size = 0
+    for chunk in chunks:
+        full = size + chunk.size_bytes > MAX_FILE_BYTES or len(group) == MAX_FILE_CHUNKS
+        if group and (full or chunk.leaf in names):
+            yield group
+            group, names, size = [], set(), 0
+        group.append(chunk)
+        names.add(chunk.leaf)
+        size += chunk.size_bytes
+    if group:
+        yield group
+
+
+def values_file(name: str, trees: Mapping[str, Json | msgspec.Raw]) -> PlainFile:
+    """The file of the values that are no tensors."""
+    data = msgspec.json.encode({"trees": trees})
+    return PlainFile(name, len(data), lambda: iter((memoryview(data),)))
+
+
+def asset_files(assets: Sequence[Path]) -> list[PlainFile]:
+    """Every file of the given files and folders, under the name by which a person would look for it."""
+    found = []
+    for asset in assets:
+        if not asset.exists():
+            raise UsageError(f"the asset {asset} is not there any more")
+        for path in sorted(asset.rglob("*")) if asset.is_dir() else [asset]:
+            if path.is_file():
+                name = layout.safe_relative(f"{layout.ASSETS}/{path.relative_to(asset.parent).as_posix()}")
+                found.append(PlainFile(name, path.stat().st_size, partial(_pieces_of_file, path)))
+    return found
+
+
+def _pieces_of_file(path: Path) -> Iterator[memoryview]:
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            yield memoryview(piece)
