@@ -15,7 +15,7 @@ import torch
 from blake3 import blake3
 
 import holdfast
-from holdfast.loading.loading import LoadRequest, load
+from holdfast.loading.pipeline import LoadRequest, load
 from holdfast.loading.resolve import locate
 from holdfast.loading.strategy import LoadStrategy
 from holdfast.runs.catalog import Catalog, Checkpoint

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from holdfast.errors import HoldfastError
-from holdfast.loading.loading import LoadRequest, load
+from holdfast.loading.pipeline import LoadRequest, load
 from holdfast.loading.strategy import LoadStrategy
 from holdfast.ranks.ranks import Alone, Ranks, StoreRanks
 from holdfast.runs.catalog import Catalog

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import HoldfastError, RunInUseError
-from holdfast.loading.loading import LoadRequest, load
+from holdfast.loading.pipeline import LoadRequest, load
 from holdfast.loading.strategy import LoadStrategy
 from holdfast.ranks.ranks import Alone
 from holdfast.runs.catalog import Catalog

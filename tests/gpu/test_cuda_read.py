@@ -14,15 +14,15 @@ from torch import nn
 import holdfast
 from holdfast.errors import CorruptCheckpointError
 from holdfast.loading import read as reading
-from holdfast.loading.digesting import DeviceDigester
+from holdfast.loading.gpu_digest import DeviceDigester
 from holdfast.loading.read import read
 from holdfast.loading.targets import Request
 from holdfast.ondisk.boxes import Box
 from holdfast.state.memory import PAGE_BYTES
 
 if torch.cuda.is_available():
-    from holdfast.loading.ring import SLOT_BYTES, CudaCarrier
-    from holdfast.loading.shadows import room_on
+    from holdfast.loading.copy_ring import SLOT_BYTES, CudaCarrier
+    from holdfast.loading.side_buffers import room_on
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

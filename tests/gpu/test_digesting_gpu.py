@@ -8,7 +8,7 @@ import pytest
 import torch
 from blake3 import blake3
 
-from holdfast.loading.digesting import DeviceDigester
+from holdfast.loading.gpu_digest import DeviceDigester
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -22,8 +22,8 @@ import torch
 from blake3 import blake3
 
 from holdfast.errors import CorruptCheckpointError, KeyDamagedError, KeyMissingError, StorageError
-from holdfast.loading.digesting import DeviceDigester
-from holdfast.loading.ring import SLOT_BYTES, Carrier, Rings
+from holdfast.loading.copy_ring import SLOT_BYTES, Carrier, Rings
+from holdfast.loading.gpu_digest import DeviceDigester
 from holdfast.loading.targets import Request
 from holdfast.ondisk.boxes import Box, Span, span_of, strides_of, whole
 from holdfast.ondisk.manifest import MAX_VALUES_BYTES, ChunkRecord, TensorRecord

@@ -17,7 +17,7 @@ from typing import Any, Literal, Self, TypeVar, get_args
 
 from holdfast.errors import CheckpointNotFoundError, ClosedError, HoldfastError, RunInUseError, UsageError
 from holdfast.loading.carrying import bound_to_ranks, carried_guards, carry
-from holdfast.loading.loading import Loaded, LoadRequest, NothingToLoad, Verify, load
+from holdfast.loading.pipeline import Loaded, LoadRequest, NothingToLoad, Verify, load
 from holdfast.loading.resolve import Location, locate
 from holdfast.loading.strategy import LoadStrategy
 from holdfast.manager.arguments import (

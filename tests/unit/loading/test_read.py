@@ -12,9 +12,9 @@ import torch
 
 import holdfast
 from holdfast.errors import CorruptCheckpointError
+from holdfast.loading.copy_ring import HostCarrier, Rings
 from holdfast.loading.read import check_bytes, read, size_of
-from holdfast.loading.ring import HostCarrier, Rings
-from holdfast.loading.shadows import Shadows
+from holdfast.loading.side_buffers import Shadows
 from holdfast.loading.targets import Request
 from holdfast.ondisk.boxes import Box, whole
 from holdfast.runs.catalog import Checkpoint

@@ -14,7 +14,7 @@ import pytest
 
 import holdfast
 from holdfast.errors import KeyMissingError
-from holdfast.loading.loading import Verify
+from holdfast.loading.pipeline import Verify
 from holdfast.plugins import configuration
 from holdfast.plugins.configuration import CheckpointConfig
 from holdfast.runs.linknames import LinkTemplate

@@ -10,7 +10,7 @@ import pytest
 import torch
 from blake3 import blake3
 
-from holdfast.loading.digesting import SOURCE, DeviceDigester, Launch
+from holdfast.loading.gpu_digest import SOURCE, DeviceDigester, Launch
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from holdfast.loading.ring import HostCarrier, Ring, Rings
+from holdfast.loading.copy_ring import HostCarrier, Ring, Rings
 from holdfast.state.memory import PAGE_BYTES
 
 

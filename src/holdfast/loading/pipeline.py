@@ -31,7 +31,7 @@ from holdfast.loading.match import Place, SavedState, match
 from holdfast.loading.read import check_bytes, check_sizes, read, read_values, size_of
 from holdfast.loading.resolve import candidates
 from holdfast.loading.restore import restore_tensors, restore_values
-from holdfast.loading.shadows import Shadows, room_on
+from holdfast.loading.side_buffers import Shadows, room_on
 from holdfast.loading.strategy import LoadStrategy
 from holdfast.loading.targets import Fitted, Request
 from holdfast.ondisk.codec import Json, plain, typed

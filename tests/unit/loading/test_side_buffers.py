@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import torch
 
-from holdfast.loading.shadows import Shadows, room_on
+from holdfast.loading.side_buffers import Shadows, room_on
 from holdfast.loading.targets import Request
 from holdfast.ondisk.boxes import whole
 from holdfast.ondisk.manifest import TensorRecord

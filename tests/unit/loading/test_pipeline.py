@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.loading.loading import LoadRequest, load
+from holdfast.loading.pipeline import LoadRequest, load
 from holdfast.loading.strategy import LoadStrategy
 from holdfast.ondisk.codec import encode
 from holdfast.ranks.ranks import Alone
