@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from holdfast.runs.catalog import Checkpoint
     from holdfast.runs.doctor import Finding
     from holdfast.runs.events import Event
-    from holdfast.runs.linknames import LinkTemplate
+    from holdfast.runs.links import LinkTemplate
     from holdfast.runs.policies import (
         At,
         Every,
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
         TimeLimit,
     )
     from holdfast.runs.report import Report
-    from holdfast.runs.retain import Decision
+    from holdfast.runs.retention import Decision
     from holdfast.state.wrappers import PerRank, RNGState, Sharded, Shared, Trainable, get_rng_state, set_rng_state
 
 _HOME = {
@@ -85,8 +85,8 @@ _HOME = {
     "CheckpointManagerProtocol": "plugins.plugins",
     "HoldfastManager": "plugins.plugins",
     "create_checkpoint_manager": "plugins.plugins",
-    "LinkTemplate": "runs.linknames",
-    "Decision": "runs.retain",
+    "LinkTemplate": "runs.links",
+    "Decision": "runs.retention",
     **dict.fromkeys(
         (
             "At",

@@ -22,7 +22,7 @@ from blake3 import blake3
 
 from holdfast.errors import KeyExistsError, KeyMissingError, StorageError
 from holdfast.ondisk import layout
-from holdfast.runs.identity import Identity, birth_of, this_process
+from holdfast.runs.process_identity import Identity, birth_of, this_process
 from holdfast.storage.base import Bytes, Entry
 from holdfast.testing import SimulatedCrash
 

@@ -21,7 +21,7 @@ from hypothesis.stateful import run_state_machine_as_test
 import holdfast
 from holdfast.errors import HoldfastError, RunInUseError, StorageError
 from holdfast.ondisk import layout
-from holdfast.runs import housekeeping, lease, retain
+from holdfast.runs import cleanup, lease, retention
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.policies import Record
 from holdfast.saving import commit, coordinator
@@ -363,32 +363,32 @@ def test_in_these_scenes_all_is_well_as_long_as_nothing_is_taken_out() -> None:
 
 def blind_to(**fields: Any) -> Callable[..., list[Record]]:
     """Retention that does not see something about the checkpoints."""
-    records_of = housekeeping.records_of
+    records_of = cleanup.records_of
     return lambda *args, **more: [record._replace(**fields) for record in records_of(*args, **more)]
 
 
 @pytest.mark.guarantee("G4")
 @pytest.mark.parametrize("unseen", [{"tags": ()}, {"shield": ""}, {"on_line": True}], ids=str)
 def test_retention_that_does_not_see_something_is_noticed(unseen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(housekeeping, "records_of", blind_to(**unseen))
+    monkeypatch.setattr(cleanup, "records_of", blind_to(**unseen))
     noticed("G4")
 
 
 @pytest.mark.guarantee("G4")
 def test_retention_that_does_not_see_metrics_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(housekeeping, "records_of", blind_to(metrics={}))
+    monkeypatch.setattr(cleanup, "records_of", blind_to(metrics={}))
     noticed_in(SCENES["the best one is the first"], "G4")
 
 
 @pytest.mark.guarantee("G4")
 def test_retention_that_counts_damaged_ones_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(housekeeping, "records_of", blind_to(counts=True))
+    monkeypatch.setattr(cleanup, "records_of", blind_to(counts=True))
     noticed_in(SCENES["the best one is damaged"], "G4")
 
 
 @pytest.mark.guarantee("G4")
 def test_retention_that_may_remove_the_newest_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retain, "_never_deleted", lambda ordered: {})
+    monkeypatch.setattr(retention, "_never_deleted", lambda ordered: {})
     noticed_in(SCENES["who has not restored prunes by tags alone"], "G4")
 
 
@@ -402,11 +402,11 @@ def test_a_housekeeper_that_does_not_look_for_readers_is_noticed(monkeypatch: py
 def test_a_housekeeper_that_looks_for_readers_only_before_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between that look and the end of the manifest somebody may have come."""
 
-    def clear(self: housekeeping.Housekeeper, folder: str) -> None:
+    def clear(self: cleanup.Housekeeper, folder: str) -> None:
         self._catalog.remove(folder)
         self._doomed.pop(folder, None)
 
-    monkeypatch.setattr(housekeeping.Housekeeper, "_clear", clear)
+    monkeypatch.setattr(cleanup.Housekeeper, "_clear", clear)
     noticed_in(SCENES["somebody comes to read what is about to go"], "is being read")
 
 
@@ -469,12 +469,12 @@ def test_a_lease_that_is_given_to_all_is_noticed(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.guarantee("G13")
 def test_a_housekeeper_that_does_not_ask_whose_run_it_is_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = housekeeping.Housekeeper.__init__
+    made = cleanup.Housekeeper.__init__
 
-    def init(self: housekeeping.Housekeeper, *args: Any, **more: Any) -> None:
+    def init(self: cleanup.Housekeeper, *args: Any, **more: Any) -> None:
         made(self, *args, **{**more, "may_write": lambda: None})
 
-    monkeypatch.setattr(housekeeping.Housekeeper, "__init__", init)
+    monkeypatch.setattr(cleanup.Housekeeper, "__init__", init)
     noticed("G13", "G4")
 
 
@@ -512,14 +512,14 @@ def test_numbers_that_do_not_grow_and_lines_that_are_wrong_are_noticed(
     if broken == "next_sequence":
         monkeypatch.setattr(Catalog, "next_sequence", lambda self: 1 + len(self.scan().checkpoints))
     else:
-        for module in (coordinator, housekeeping):
+        for module in (coordinator, cleanup):
             monkeypatch.setattr(module, "ancestry", lambda digest, among: list(among))
     noticed("")
 
 
 @pytest.mark.guarantee("G3")
 def test_damage_that_nobody_writes_down_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(housekeeping.Housekeeper, "suspect", lambda self, damaged: None)
+    monkeypatch.setattr(cleanup.Housekeeper, "suspect", lambda self, damaged: None)
     noticed_in(SCENES["the best one is damaged"], "nobody wrote it down", "G4")
 
 
@@ -532,7 +532,7 @@ def test_notes_that_are_lost_are_noticed(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_debris_that_stays_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(housekeeping.Housekeeper, "_collect", lambda self, scan: None)
+    monkeypatch.setattr(cleanup.Housekeeper, "_collect", lambda self, scan: None)
     noticed("is left with")
 
 

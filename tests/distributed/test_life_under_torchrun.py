@@ -21,7 +21,7 @@ import torch.distributed as dist
 import holdfast
 from holdfast import At, Every, KeepEvery, KeepLast, OnSignal, TimeLimit
 from holdfast.errors import CheckpointNotFoundError, RankError, UsageError
-from holdfast.runs.identity import seconds_since_birth
+from holdfast.runs.process_identity import seconds_since_birth
 from holdfast.storage.local.local import LocalStorage
 from holdfast.testing import values
 from tests.distributed.life import Life, is_said, net, said, say, wait_for, weights_of

@@ -21,10 +21,10 @@ from holdfast import CheckpointManager, HoldfastError, KeepLast
 from holdfast.cli import app
 from holdfast.errors import DamagedRecordError, RunInUseError
 from holdfast.ondisk.wire import MAX_RECORD_BYTES, MAX_RECORD_DEPTH, decode_record, encode_record
+from holdfast.runs.annotations import Note
 from holdfast.runs.attempts import MAX_LEASE_NUMBER, MAX_PLAUSIBLE_LEASE_NUMBER, AttemptRecord
-from holdfast.runs.identity import Identity, this_process
 from holdfast.runs.lease import Claim, Clock, Lease, claim_names
-from holdfast.runs.notes import Note
+from holdfast.runs.process_identity import Identity, this_process
 from holdfast.storage.local.local import LocalStorage
 from holdfast.testing import HostileRun, hostile_runs
 from holdfast.testing.hostile import RECORDS

@@ -19,8 +19,8 @@ import msgspec
 import pytest
 
 import holdfast
-from holdfast.runs.identity import is_alive, this_process
 from holdfast.runs.lease import Lease
+from holdfast.runs.process_identity import is_alive, this_process
 from holdfast.storage.local.local import LocalStorage
 from tests.security.scene import Objects
 
@@ -33,7 +33,7 @@ sys.path.insert(0, {str(SOURCE)!r})
 import msgspec
 from holdfast.runs.catalog import Catalog
 from holdfast.errors import HoldfastError
-from holdfast.runs.identity import Identity, is_alive, this_process
+from holdfast.runs.process_identity import Identity, is_alive, this_process
 from holdfast.runs.lease import Clock, Lease
 from holdfast.storage.local.local import LocalStorage
 

@@ -13,8 +13,8 @@ from holdfast.cli.output import cell, count_text, cut, print_json, size_text, st
 from holdfast.cli.sources import Unreadable, exit_code_of, local_time, open_run, scan_run, unreadable
 from holdfast.ondisk.codec import Json, plain
 from holdfast.ondisk.layout import folder_name
+from holdfast.runs.annotations import sum_up
 from holdfast.runs.catalog import Checkpoint, Scan, choose
-from holdfast.runs.notes import sum_up
 from holdfast.runs.selector import Selector
 
 _SHOWN_METRICS = 4

@@ -22,7 +22,7 @@ from holdfast.manager import functions
 from holdfast.ondisk import layout
 from holdfast.runs.catalog import Catalog, Scan
 from holdfast.runs.policies import KeepBest, KeepEvery, KeepLast, KeepPolicy, KeepTagged
-from holdfast.runs.retain import Decision
+from holdfast.runs.retention import Decision
 from holdfast.runs.selector import Selector
 from holdfast.storage.base import Storage
 

@@ -11,12 +11,12 @@ from holdfast.loading.resolve import Location
 from holdfast.runs import doctor
 from holdfast.runs import verify as verifying
 from holdfast.runs.catalog import Catalog, Checkpoint
+from holdfast.runs.cleanup import Housekeeper
 from holdfast.runs.doctor import Finding
-from holdfast.runs.housekeeping import Housekeeper
 from holdfast.runs.lease import Claim, Lease, holder, reading
 from holdfast.runs.policies import KeepPolicy
 from holdfast.runs.report import Report
-from holdfast.runs.retain import Decision
+from holdfast.runs.retention import Decision
 from holdfast.runs.selector import Selector
 
 

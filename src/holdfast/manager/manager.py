@@ -41,15 +41,15 @@ from holdfast.manager.schedule import Pace
 from holdfast.ondisk.layout import check_component_name, check_step
 from holdfast.ranks.ranks import on_leader, torch_ranks
 from holdfast.runs.catalog import Catalog, Checkpoint, choose_own
+from holdfast.runs.cleanup import Housekeeper
 from holdfast.runs.events import Event
-from holdfast.runs.housekeeping import Housekeeper
 from holdfast.runs.lease import reading
 from holdfast.runs.lineage import Lineage
-from holdfast.runs.linknames import LinkTemplate
+from holdfast.runs.links import LinkTemplate
+from holdfast.runs.orphans import wait_for_survivors
 from holdfast.runs.policies import KeepPolicy, Trigger
-from holdfast.runs.retain import Decision
+from holdfast.runs.retention import Decision
 from holdfast.runs.selector import Selector, check_tag, parse_selector
-from holdfast.runs.survivors import wait_for_survivors
 from holdfast.saving.background import PendingSave
 from holdfast.saving.coordinator import SaveRequest
 from holdfast.saving.pipeline import Saver

@@ -15,7 +15,7 @@ from typing import Any
 
 from holdfast.errors import CheckpointNotFoundError, HoldfastError, SaveFailedError
 from holdfast.runs.catalog import Catalog, Checkpoint, Scan, choose, choose_own
-from holdfast.runs.housekeeping import Housekeeper
+from holdfast.runs.cleanup import Housekeeper
 from holdfast.runs.lineage import Lineage
 from holdfast.runs.selector import Selector
 from holdfast.saving.background import PendingSave, as_save_error

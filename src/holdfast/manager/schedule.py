@@ -16,8 +16,8 @@ import msgspec
 from holdfast.manager.signals import SignalWatch
 from holdfast.ondisk.wire import from_msgpack
 from holdfast.ranks.ranks import Ranks
-from holdfast.runs.identity import seconds_since_birth
 from holdfast.runs.policies import Moment, Trigger, Wish, split
+from holdfast.runs.process_identity import seconds_since_birth
 
 logger = logging.getLogger("holdfast")
 

@@ -52,10 +52,7 @@ from holdfast.ondisk.manifest import (
     require_readable,
 )
 from holdfast.ondisk.wire import MAX_RECORD_BYTES, encode_record, read_record
-from holdfast.runs.attempts import AttemptRecord, encode_attempt, read_attempt
-from holdfast.runs.identity import this_process
-from holdfast.runs.lineage import Lineage
-from holdfast.runs.notes import (
+from holdfast.runs.annotations import (
     MAX_NOTE_NUMBER,
     Note,
     Notes,
@@ -65,6 +62,9 @@ from holdfast.runs.notes import (
     read_note,
     sum_up,
 )
+from holdfast.runs.attempts import AttemptRecord, encode_attempt, read_attempt
+from holdfast.runs.lineage import Lineage
+from holdfast.runs.process_identity import this_process
 from holdfast.runs.selector import Selector
 from holdfast.storage.base import Storage
 from holdfast.storage.displacing import remove_or_set_aside

@@ -13,12 +13,12 @@ from typing import Any, Literal
 
 from holdfast.errors import DamagedRecordError, KeyMissingError, StorageError, UnsupportedFormatError
 from holdfast.ondisk import layout
+from holdfast.runs.annotations import parse_note_name
 from holdfast.runs.attempts import MAX_PLAUSIBLE_LEASE_NUMBER, AttemptRecord
 from holdfast.runs.catalog import Catalog, Checkpoint, Scan
-from holdfast.runs.housekeeping import Housekeeper
-from holdfast.runs.identity import Identity, is_alive
+from holdfast.runs.cleanup import Housekeeper
 from holdfast.runs.lease import Lease, claim_names, foreign_claims, read_claim, reader_claims, require_free
-from holdfast.runs.notes import parse_note_name
+from holdfast.runs.process_identity import Identity, is_alive
 from holdfast.storage.displacing import obstruction_of, remove_or_set_aside, set_aside
 
 __all__ = ["Finding", "Kind", "examine", "mend"]

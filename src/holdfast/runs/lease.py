@@ -52,7 +52,7 @@ from holdfast.errors import (
 from holdfast.ondisk import layout
 from holdfast.ondisk.wire import encode_record, read_record
 from holdfast.runs.attempts import MAX_LEASE_NUMBER, MAX_PLAUSIBLE_LEASE_NUMBER, read_attempt
-from holdfast.runs.identity import Identity, is_alive, this_process
+from holdfast.runs.process_identity import Identity, is_alive, this_process
 from holdfast.storage.base import Entry, Storage
 
 logger = logging.getLogger("holdfast")

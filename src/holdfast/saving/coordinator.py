@@ -34,7 +34,7 @@ from holdfast.ondisk.manifest import MeshRecord, Ranking, TensorRecord, TreeReco
 from holdfast.runs.catalog import Catalog, Checkpoint
 from holdfast.runs.lease import Lease
 from holdfast.runs.lineage import Lineage, ancestry
-from holdfast.runs.survivors import wait_for_survivors
+from holdfast.runs.orphans import wait_for_survivors
 from holdfast.saving.background import Saved
 from holdfast.saving.compare import Watch
 from holdfast.saving.facts import Facts, Listing

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from holdfast.errors import UsageError
 from holdfast.ondisk import layout
 from holdfast.ondisk.wire import encode_record
-from holdfast.runs.identity import this_process
+from holdfast.runs.process_identity import this_process
 
 __all__ = ["HostileRun", "hostile_runs"]
 

@@ -17,8 +17,8 @@ from msgspec import structs
 import holdfast
 from holdfast.ondisk.wire import encode_record
 from holdfast.runs.catalog import Catalog
-from holdfast.runs.identity import this_process
 from holdfast.runs.lease import Claim, Lease
+from holdfast.runs.process_identity import this_process
 from holdfast.storage.local.local import LocalStorage
 
 

@@ -12,7 +12,7 @@ import torch
 import holdfast
 from holdfast import CheckpointManager
 from holdfast.errors import StateMismatchError
-from holdfast.runs.notes import Note, encode_note, note_key
+from holdfast.runs.annotations import Note, encode_note, note_key
 
 SAVE = """
 import dataclasses, sys, torch, holdfast

@@ -17,7 +17,7 @@ from holdfast.errors import KeyMissingError
 from holdfast.loading.pipeline import Verify
 from holdfast.plugins import configuration
 from holdfast.plugins.configuration import CheckpointConfig
-from holdfast.runs.linknames import LinkTemplate
+from holdfast.runs.links import LinkTemplate
 from holdfast.runs.policies import (
     At,
     Every,

@@ -25,8 +25,7 @@ from holdfast.ondisk.layout import Floor
 from holdfast.ranks.ranks import Alone
 from holdfast.runs.attempts import MAX_LEASE_NUMBER
 from holdfast.runs.catalog import Catalog
-from holdfast.runs.housekeeping import Housekeeper
-from holdfast.runs.identity import Identity, birth_of, is_alive, this_process
+from holdfast.runs.cleanup import Housekeeper
 from holdfast.runs.lease import (
     LONGEST_TIMEOUT_SECONDS,
     Clock,
@@ -37,9 +36,10 @@ from holdfast.runs.lease import (
     reading,
     require_number,
 )
+from holdfast.runs.orphans import wait_for_survivors
 from holdfast.runs.policies import KeepLast
+from holdfast.runs.process_identity import Identity, birth_of, is_alive, this_process
 from holdfast.runs.selector import Selector
-from holdfast.runs.survivors import wait_for_survivors
 from holdfast.saving.coordinator import SaveRequest
 from holdfast.saving.pipeline import Saver
 from holdfast.storage.local.local import LocalStorage

@@ -18,7 +18,7 @@ import socket
 import sys
 from collections.abc import Callable
 
-from holdfast.runs.identity import birth_of
+from holdfast.runs.process_identity import birth_of
 from holdfast.saving.writer.channel import Line
 from holdfast.saving.writer.messages import Order
 from holdfast.saving.writer.server import serve

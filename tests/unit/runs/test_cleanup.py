@@ -21,12 +21,12 @@ from holdfast.errors import CheckpointNotFoundError, RunInUseError, StorageError
 from holdfast.manager.arguments import encoded_metrics
 from holdfast.ranks.ranks import Alone
 from holdfast.runs.catalog import Catalog, Checkpoint
+from holdfast.runs.cleanup import Housekeeper
 from holdfast.runs.events import Event
-from holdfast.runs.housekeeping import Housekeeper
-from holdfast.runs.identity import Identity, birth_of, this_process
 from holdfast.runs.lease import Lease, reading
-from holdfast.runs.linknames import LinkTemplate
+from holdfast.runs.links import LinkTemplate
 from holdfast.runs.policies import KeepAll, KeepBest, KeepEvery, KeepLast, KeepPolicy, KeepTagged
+from holdfast.runs.process_identity import Identity, birth_of, this_process
 from holdfast.runs.verify import verify
 from holdfast.saving.coordinator import SaveRequest
 from holdfast.saving.pipeline import Saver

@@ -12,7 +12,7 @@ import time
 from holdfast.errors import StorageError
 from holdfast.runs.attempts import AttemptRecord
 from holdfast.runs.catalog import Catalog
-from holdfast.runs.identity import Identity, is_alive, parent_of
+from holdfast.runs.process_identity import Identity, is_alive, parent_of
 
 logger = logging.getLogger("holdfast")
 

@@ -19,15 +19,15 @@ from typing import Any
 
 from holdfast.errors import CheckpointNotFoundError, HoldfastError, KeyMissingError, StorageError, UsageError
 from holdfast.ondisk import layout
+from holdfast.runs.annotations import Note
 from holdfast.runs.catalog import Catalog, Checkpoint, Scan, best_of
 from holdfast.runs.events import Event
-from holdfast.runs.identity import Identity, is_alive
 from holdfast.runs.lease import Readers
 from holdfast.runs.lineage import ancestry, start_of
-from holdfast.runs.linknames import LinkTemplate
-from holdfast.runs.notes import Note
+from holdfast.runs.links import LinkTemplate
 from holdfast.runs.policies import KeepPolicy, Record
-from holdfast.runs.retain import Decision, retain
+from holdfast.runs.process_identity import Identity, is_alive
+from holdfast.runs.retention import Decision, retain
 from holdfast.runs.verify import verify
 from holdfast.runs.worker import WorkerThread
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.runs.policies import KeepAll, KeepBest, KeepEvery, KeepLast, KeepPolicy, KeepTagged, Record
-from holdfast.runs.retain import Decision, retain
+from holdfast.runs.retention import Decision, retain
 
 steady = settings(derandomize=True, deadline=None, max_examples=100)
 
