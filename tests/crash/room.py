@@ -21,7 +21,7 @@ import msgspec
 from blake3 import blake3
 
 from holdfast.errors import KeyExistsError, KeyMissingError, StorageError
-from holdfast.ondisk import layout
+from holdfast.ondisk import paths
 from holdfast.runs.process_identity import Identity, birth_of, this_process
 from holdfast.storage.base import Bytes, Entry
 from holdfast.testing import SimulatedCrash
@@ -197,12 +197,12 @@ class Room:
 
     def writer_on(self) -> tuple[int, Process | None, bool]:
         """The highest number that was claimed, by whom, and whether it was released."""
-        names = [entry.name for entry in self.shelf.entries(layout.LEASE)]
+        names = [entry.name for entry in self.shelf.entries(paths.LEASE)]
         numbers = [int(name.removesuffix(".json")) for name in names if name.endswith(".json")]
         if not numbers:
             return 0, None, True
         number = max(numbers)
-        holder = self.who(self.shelf.values[f"{layout.LEASE}/{number:09d}.json"])
+        holder = self.who(self.shelf.values[f"{paths.LEASE}/{number:09d}.json"])
         return number, holder, f"{number:09d}.released" in names
 
     def beat(self, viewer: Process) -> None:
@@ -210,7 +210,7 @@ class Room:
         number, holder, _ = self.writer_on()
         if holder is None or holder is viewer or holder.host == viewer.host or not holder.alive or holder.silent:
             return
-        front = f"{layout.LEASE}/{number:09d}.beat-"
+        front = f"{paths.LEASE}/{number:09d}.beat-"
         beats = [key for key in self.shelf.values if key.startswith(front)]
         last = max((int(key.removeprefix(front)) for key in beats), default=0)
         for key in beats:
@@ -260,7 +260,7 @@ class Door:
 
     def entries(self, folder: str) -> list[Entry]:
         def look() -> list[Entry]:
-            if folder == layout.LEASE:
+            if folder == paths.LEASE:
                 self.room.beat(self.process)
             return self.room.shelf.entries(folder)
 
@@ -298,7 +298,7 @@ class Door:
         if self.room.who(value) is None:
             return value
         seen = self.room.view(self.process, value)
-        return signed_again(self._hurried(seen) if key.startswith(f"{layout.LEASE}/") else seen)
+        return signed_again(self._hurried(seen) if key.startswith(f"{paths.LEASE}/") else seen)
 
     def _hurried(self, claim: bytes) -> bytes:
         """A time-out that the test has the time for. Who is silent has been for as long as it takes."""

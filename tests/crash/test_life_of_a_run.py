@@ -20,7 +20,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 import holdfast
 from holdfast.errors import HoldfastError, RunInUseError, StorageError
-from holdfast.ondisk import layout
+from holdfast.ondisk import paths
 from holdfast.runs import cleanup, lease, retention
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.policies import Record
@@ -454,7 +454,7 @@ def test_a_writer_that_closes_no_attempts_is_noticed(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("missing", ["floors", "floors of those before"])
 def test_names_that_are_used_again_are_noticed(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if missing == "floors":
-        monkeypatch.setattr(layout.Floor, "first_attempt", lambda self, step: 1)
+        monkeypatch.setattr(paths.Floor, "first_attempt", lambda self, step: 1)
     else:
         lay = lease._lay_floor
         monkeypatch.setattr(lease, "_lay_floor", lambda storage, number, claims: lay(storage, number, ()))
@@ -580,4 +580,4 @@ def test_the_same_numbers_play_the_same_game() -> None:
         machine.teardown()
         games.append(seen)
     assert games[0] == games[1]
-    assert sum(layout.MANIFEST in line for line in games[0]) > 20
+    assert sum(paths.MANIFEST in line for line in games[0]) > 20

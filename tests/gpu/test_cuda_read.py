@@ -17,7 +17,7 @@ from holdfast.loading import read as reading
 from holdfast.loading.gpu_digest import DeviceDigester
 from holdfast.loading.read import read
 from holdfast.loading.targets import Request
-from holdfast.ondisk.boxes import Box
+from holdfast.ondisk.regions import Box
 from holdfast.state.memory import PAGE_BYTES
 
 if torch.cuda.is_available():

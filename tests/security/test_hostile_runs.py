@@ -20,7 +20,7 @@ import holdfast
 from holdfast import CheckpointManager, HoldfastError, KeepLast
 from holdfast.cli import app
 from holdfast.errors import DamagedRecordError, RunInUseError
-from holdfast.ondisk.wire import MAX_RECORD_BYTES, MAX_RECORD_DEPTH, decode_record, encode_record
+from holdfast.ondisk.decoding import MAX_RECORD_BYTES, MAX_RECORD_DEPTH, decode_record, encode_record
 from holdfast.runs.annotations import Note
 from holdfast.runs.attempts import MAX_LEASE_NUMBER, MAX_PLAUSIBLE_LEASE_NUMBER, AttemptRecord
 from holdfast.runs.lease import Claim, Clock, Lease, claim_names

@@ -12,7 +12,7 @@ from holdfast.cli.columns import Columns
 from holdfast.cli.output import cell, count_text, cut, print_json, size_text, stdout
 from holdfast.cli.sources import Unreadable, exit_code_of, local_time, open_run, scan_run, unreadable
 from holdfast.ondisk.codec import Json, plain
-from holdfast.ondisk.layout import folder_name
+from holdfast.ondisk.paths import folder_name
 from holdfast.runs.annotations import sum_up
 from holdfast.runs.catalog import Checkpoint, Scan, choose
 from holdfast.runs.selector import Selector

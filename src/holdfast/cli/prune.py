@@ -19,14 +19,14 @@ from holdfast.cli.output import SOUND, cell, count_text, print_json, print_note,
 from holdfast.cli.sources import open_run, print_passed_over, scan_run, unreadable
 from holdfast.errors import UsageError
 from holdfast.manager import functions
-from holdfast.ondisk import layout
+from holdfast.ondisk import paths
 from holdfast.runs.catalog import Catalog, Scan
 from holdfast.runs.policies import KeepBest, KeepEvery, KeepLast, KeepPolicy, KeepTagged
 from holdfast.runs.retention import Decision
 from holdfast.runs.selector import Selector
 from holdfast.storage.base import Storage
 
-_RECORDS = (layout.ATTEMPT, layout.MANIFEST)
+_RECORDS = (paths.ATTEMPT, paths.MANIFEST)
 
 
 def prune(
@@ -192,7 +192,7 @@ def _lines(
     cleared = [
         _Line(name, parsed.step, held[name], False, ("never committed",), name not in left, False)
         for name in attempts
-        if name in held and (parsed := layout.parse_folder(name)) is not None
+        if name in held and (parsed := paths.parse_folder(name)) is not None
     ]
     return (*decided, *cleared)
 
@@ -207,7 +207,7 @@ def _held(catalog: Catalog, scan: Scan) -> dict[str, int]:
 
 def _bytes_below(storage: Storage, folder: str, without: Sequence[str] = ()) -> int:
     return sum(
-        _bytes_below(storage, layout.key(folder, entry.name)) if entry.size_bytes is None else entry.size_bytes
+        _bytes_below(storage, paths.key(folder, entry.name)) if entry.size_bytes is None else entry.size_bytes
         for entry in storage.entries(folder)
         if entry.name not in without
     )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from holdfast.cli.output import DAMAGED, REFUSED, SOUND, print_note
 from holdfast.errors import CheckpointNotFoundError, HoldfastError, UnsupportedFormatError, UsageError
 from holdfast.loading.resolve import locate
-from holdfast.ondisk import layout
+from holdfast.ondisk import paths
 from holdfast.runs.catalog import Catalog, Checkpoint, Scan, Skipped
 from holdfast.runs.selector import Selector
 
@@ -63,7 +63,7 @@ def scan_run(catalog: Catalog) -> Scan:
     if any((scan.checkpoints, scan.attempts, scan.damaged, scan.unreadable)):
         return scan
     names = [entry.name for entry in catalog.storage.entries("")]
-    if names and layout.RUN_KEY not in names:
+    if names and paths.RUN_KEY not in names:
         shown = ", ".join(names[:_SHOWN_NAMES]) + (", ..." if len(names) > _SHOWN_NAMES else "")
         raise UsageError(f"{catalog.storage.url} is no run of Holdfast's", advice=f"it holds {shown}")
     if not names and not _is_folder(catalog):

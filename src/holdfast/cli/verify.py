@@ -25,7 +25,7 @@ from holdfast.cli.sources import (
     unreadable,
 )
 from holdfast.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, UsageError
-from holdfast.ondisk import layout
+from holdfast.ondisk import paths
 from holdfast.runs import verify as verifying
 from holdfast.runs.catalog import Catalog, Checkpoint
 from holdfast.runs.report import Problem
@@ -140,8 +140,8 @@ def _checked(checkpoint: Checkpoint, depth: Depth) -> Outcome:
 
 
 def _unread(catalog: Catalog, one: Unreadable, file: str | None = None) -> Outcome:
-    named = layout.parse_folder(one.folder)
-    problem = Problem(file or layout.MANIFEST, one.reason)
+    named = paths.parse_folder(one.folder)
+    problem = Problem(file or paths.MANIFEST, one.reason)
     path = f"{catalog.storage.url}/{one.folder}"
     return Outcome(path, named.step if named else 0, (problem,), newer=one.newer, known=one.known)
 

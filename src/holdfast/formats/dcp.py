@@ -79,14 +79,14 @@ from holdfast.errors import (
 from holdfast.loading.read import check_bytes, check_sizes, read
 from holdfast.loading.resolve import Location, resolve
 from holdfast.loading.targets import Request
-from holdfast.ondisk import layout
-from holdfast.ondisk.boxes import Box, cover_exactly
+from holdfast.ondisk import paths
 from holdfast.ondisk.codec import Json, Subclass, decode, encode, subclass_of
+from holdfast.ondisk.decoding import from_json
 from holdfast.ondisk.dtypes import ELEMENT_TYPES
 from holdfast.ondisk.files import TensorFile
 from holdfast.ondisk.manifest import BLOCK_BYTES, MAX_VALUES_BYTES, ChunkRecord, FileRecord, TensorRecord, TreeRecord
-from holdfast.ondisk.tensorfile import FramedChunk, frame
-from holdfast.ondisk.wire import from_json
+from holdfast.ondisk.regions import Box, cover_exactly
+from holdfast.ondisk.safetensors import FramedChunk, frame
 from holdfast.runs.catalog import Catalog, Checkpoint
 from holdfast.runs.lease import Lease, reading
 from holdfast.runs.lineage import Lineage, ancestry, draw_segment
@@ -280,7 +280,7 @@ class HoldfastWriter(StorageWriter):  # type: ignore[misc]
     def __init__(self, run: Location, *, step: int | None = None, **options: Any) -> None:
         _refuse_options(options, "HoldfastWriter")
         self._run = run
-        self._given_step = self._step = None if step is None else layout.check_step(step)
+        self._given_step = self._step = None if step is None else paths.check_step(step)
         self.save_id = str(uuid.uuid4())
         self._attempt: _Attempt | None = None
         self._hold: _Hold | None = None
@@ -302,7 +302,7 @@ class HoldfastWriter(StorageWriter):  # type: ignore[misc]
         if checkpoint_id is None:
             return
         head, _, tail = os.fspath(checkpoint_id).rstrip("/").rpartition("/")
-        parsed = layout.parse_folder(tail)
+        parsed = paths.parse_folder(tail)
         self._run = (head or ".") if parsed else checkpoint_id
         self._step = parsed.step if parsed else self._given_step
 
@@ -383,7 +383,7 @@ class HoldfastWriter(StorageWriter):  # type: ignore[misc]
         latest = scan.checkpoints[0] if scan.checkpoints else None
         step = self._step
         if step is None:
-            step = layout.check_step(latest.step + 1 if latest else 0)
+            step = paths.check_step(latest.step + 1 if latest else 0)
         parent = latest.digest if latest else None
         line = ancestry(parent, scan.checkpoints)
         if any(checkpoint.step == step for checkpoint in line):
@@ -437,7 +437,7 @@ def _component_of(fqn: str) -> str | None:
     """The component that a key names itself, or None."""
     front, _, rest = fqn.partition(".")
     try:
-        return layout.check_component_name(front) if rest else None
+        return paths.check_component_name(front) if rest else None
     except UsageError:
         return None
 
@@ -445,7 +445,7 @@ def _component_of(fqn: str) -> str | None:
 def _loose_component(fqns: Sequence[str]) -> str:
     """The component for keys that name none: `state`, or, when keys name that one, the next free name like it."""
     for fqn in fqns:
-        if len(fqn) + len("state_00000.") > layout.MAX_NAME_CHARACTERS:
+        if len(fqn) + len("state_00000.") > paths.MAX_NAME_CHARACTERS:
             raise UsageError(f"a leaf's name has {len(fqn)} characters", leaf=fqn[:80])
     taken = {_component_of(fqn) for fqn in fqns}
     name, number = _LOOSE, 2
@@ -455,7 +455,7 @@ def _loose_component(fqns: Sequence[str]) -> str:
 
 
 def _leaf_name(fqn: str, loose: str) -> str:
-    return fqn if _component_of(fqn) else layout.leaf_name(loose, fqn)
+    return fqn if _component_of(fqn) else paths.leaf_name(loose, fqn)
 
 
 def _write_items(items: Sequence[WriteItem], planner: SavePlanner, duty: _Duty, catalog: Catalog) -> list[WriteResult]:
@@ -524,7 +524,7 @@ def _tensor_files(tensors: Mapping[FramedChunk, WriteItem], planner: SavePlanner
     for number, group in enumerate(split(_one_of_each_leaf_first(tensors))):
         framed = frame(group)
         sources = [partial(_pieces, tensors[chunk], chunk, planner) for chunk in framed.chunks]
-        files.append(TensorFile(layout.tensor_file(rank, number), framed, sources))
+        files.append(TensorFile(paths.tensor_file(rank, number), framed, sources))
     return files
 
 
@@ -556,9 +556,9 @@ def _pieces(item: WriteItem, chunk: FramedChunk, planner: SavePlanner) -> Iterat
 
 def _discard(names: Iterable[str], duty: _Duty, catalog: Catalog) -> None:
     """Give back the room. The claim stays while other ranks may still write below the name that it holds."""
-    for name in [*names, layout.ATTEMPT] if duty.size == 1 else names:
+    for name in [*names, paths.ATTEMPT] if duty.size == 1 else names:
         try:
-            catalog.storage.delete(layout.key(duty.folder, name))
+            catalog.storage.delete(paths.key(duty.folder, name))
         except StorageError as error:
             logger.debug("could not remove %s of an abandoned attempt: %s", name, error)
 
@@ -571,10 +571,10 @@ def _commit(attempt: _Attempt, paths: Any, results: list[list[WriteResult]], cat
     trees, flat = _trees_of(_nested_items(fqns, loose, paths), loose, values)
     receipts = [_receipt(rank) for rank in results]
     if trees:
-        file = values_file(layout.SHARED_VALUES, trees)
+        file = values_file(paths.SHARED_VALUES, trees)
         shared = write(attempt.folder, (), [file], catalog.storage)
         receipts[0] = Receipt((*receipts[0].files, *shared.files), receipts[0].chunks)
-    records = tuple(TreeRecord(component=name, kind="values", file=layout.SHARED_VALUES) for name in trees)
+    records = tuple(TreeRecord(component=name, kind="values", file=paths.SHARED_VALUES) for name in trees)
     note = {
         "loose": loose if loose in trees else None,
         "flat": flat,
@@ -601,7 +601,7 @@ def _place_of(result: WriteResult) -> _StorageInfo:
     stored = result.storage_data
     if isinstance(stored, _StoredTensor):
         return _StorageInfo(stored.leaf.chunks[0].file, stored.leaf.chunks[0].start, stored.leaf.size_bytes)
-    return _StorageInfo(layout.SHARED_VALUES, 0, 0)
+    return _StorageInfo(paths.SHARED_VALUES, 0, 0)
 
 
 def _of(results: list[list[WriteResult]], kind: type) -> list[WriteResult]:
@@ -955,7 +955,7 @@ class _Contents:
         if key in self.entries:
             return
         reference = _reference(value)
-        name = layout.leaf_name(tree.name, reference or "")
+        name = paths.leaf_name(tree.name, reference or "")
         if reference is not None and name not in leaves:
             raise CorruptCheckpointError("its values name a tensor that is not listed", leaf=name, file=tree.file)
         self.entries[key] = _Value(tree, value) if reference is None else leaves[name]
@@ -993,7 +993,7 @@ class _Contents:
         return unflattened(kind, inner, decode(saved.context, path=place, tensor=None), saved, place, None)
 
     def _read_whole(self, tree: TreeRecord, reference: str) -> torch.Tensor:
-        name = layout.leaf_name(tree.name, reference)
+        name = paths.leaf_name(tree.name, reference)
         leaf = next((leaf for leaf in self.checkpoint.manifest.tensors if leaf.name == name), None)
         if leaf is None:
             raise CorruptCheckpointError("its values name a tensor that is not listed", leaf=name, file=tree.file)

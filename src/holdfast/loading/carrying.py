@@ -15,10 +15,10 @@ import torch
 from holdfast.errors import CorruptCheckpointError
 from holdfast.loading.read import check_files, read, read_values
 from holdfast.loading.targets import Request
-from holdfast.ondisk.boxes import whole
-from holdfast.ondisk.layout import is_rank_scope
+from holdfast.ondisk.decoding import from_json
 from holdfast.ondisk.manifest import TensorRecord, TreeRecord
-from holdfast.ondisk.wire import from_json
+from holdfast.ondisk.paths import is_rank_scope
+from holdfast.ondisk.regions import whole
 from holdfast.runs.catalog import Checkpoint
 from holdfast.state.records import CapturedTree, CarriedTree
 from holdfast.state.tensors import torch_dtype

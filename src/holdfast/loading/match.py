@@ -19,11 +19,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from holdfast.errors import CorruptCheckpointError, HoldfastError, StateMismatchError
 from holdfast.loading.strategy import LoadStrategy
 from holdfast.loading.targets import Fitted, Request
-from holdfast.ondisk import layout
-from holdfast.ondisk.boxes import Cut
+from holdfast.ondisk import paths
 from holdfast.ondisk.codec import Json, Subclass, class_name, decode, subclass_of, typed
 from holdfast.ondisk.manifest import TensorRecord, TreeRecord
 from holdfast.ondisk.merging import references
+from holdfast.ondisk.regions import Cut
 from holdfast.state.names import (
     cut_at,
     cuts_of,
@@ -131,7 +131,7 @@ def match(name: str, components: Mapping[str, Any], saved: SavedState, strategy:
 
 def _refuse_per_rank_state(fitted: Fitted, component: Any, tree: TreeRecord) -> None:
     """A model or an optimizer that all ranks share must not take the state that one rank had for itself."""
-    if fitted.kind != "values" and not isinstance(component, PerRank) and layout.is_rank_scope(tree.scope):
+    if fitted.kind != "values" and not isinstance(component, PerRank) and paths.is_rank_scope(tree.scope):
         raise StateMismatchError(
             f"the state was saved once per rank, as '{tree.name}', and the component is not wrapped in PerRank now",
             component=fitted.component,
@@ -142,7 +142,7 @@ def _refuse_per_rank_state(fitted: Fitted, component: Any, tree: TreeRecord) -> 
 def _is_by_load_state_dict(tree: TreeRecord, component: Any) -> bool:
     """Return whether a per-rank state is what the `state_dict` of a component gave: in checkpoints of older versions
     that of a `PerRank` model or optimizer is such, too, and goes back through `load_state_dict`."""
-    return tree.kind == "values" and isinstance(component, PerRank) and layout.is_rank_scope(tree.scope)
+    return tree.kind == "values" and isinstance(component, PerRank) and paths.is_rank_scope(tree.scope)
 
 
 def _trees_for(name: str, component: Any, saved: SavedState, strategy: LoadStrategy, place: Place) -> list[TreeRecord]:
@@ -155,8 +155,8 @@ def _trees_for(name: str, component: Any, saved: SavedState, strategy: LoadStrat
     index, count = scopes_in_world(component, rank=place.rank, size=place.size)
     # A component need not be on every rank; the ranks of a group that share a state are counted by the group.
     states = len(by_scope) if isinstance(component, PerRank) and component.group is not None else saved.world_size
-    if count == states and layout.rank_scope(index) in by_scope:
-        return [by_scope[layout.rank_scope(index)]]
+    if count == states and paths.rank_scope(index) in by_scope:
+        return [by_scope[paths.rank_scope(index)]]
     if strategy.on_world_change == "skip":
         return []
     if strategy.on_world_change == "adapt":
@@ -176,7 +176,7 @@ def _trees_for(name: str, component: Any, saved: SavedState, strategy: LoadStrat
 
 
 def _stage_tree(name: str, by_scope: Mapping[str, TreeRecord], place: Place) -> TreeRecord:
-    scope = "" if place.pipeline_stage is None else layout.stage_scope(place.pipeline_stage)
+    scope = "" if place.pipeline_stage is None else paths.stage_scope(place.pipeline_stage)
     if scope not in by_scope:
         raise StateMismatchError(
             f"it was saved in {len(by_scope)} pipeline stages; this rank has pipeline_stage={place.pipeline_stage}",
@@ -295,14 +295,14 @@ class _Matcher:
             # An extra state is the module's own to take up, also where it is a tensor.
             own = key.rpartition(".")[2] == "_extra_state"
             reference, subclass = (None, None) if own else (_reference(value), subclass_of(value))
-            if self._excluded(layout.leaf_name(tree.name, key)):
+            if self._excluded(paths.leaf_name(tree.name, key)):
                 spared |= {reference} if reference is not None else set(references(value))
             elif key not in saved_values:
-                self.fitted.missing.append(layout.leaf_name(tree.name, key))
+                self.fitted.missing.append(paths.leaf_name(tree.name, key))
             elif reference is not None:
                 wanted.setdefault(reference, []).append(key)
             elif subclass is not None:
-                pairs = self._pairs(layout.leaf_name(tree.name, key), subclass, subclass_of(saved_values[key]))
+                pairs = self._pairs(paths.leaf_name(tree.name, key), subclass, subclass_of(saved_values[key]))
                 self._refuse_other_content(tree, inner, pairs)
                 inner.update(pairs)
                 self.fitted.common += 1
@@ -346,7 +346,7 @@ class _Matcher:
         saved_state = _object(saved_values.get("state", {}), tree)
         groups = [_object(group, tree) for group in _list(saved_values.get("param_groups", []), tree)]
         known = {name for group in groups for name in _names(group.get("params"), tree)}
-        self.fitted.missing += [layout.leaf_name(tree.name, f"state.{name}") for name in names if name not in known]
+        self.fitted.missing += [paths.leaf_name(tree.name, f"state.{name}") for name in names if name not in known]
         self._note_unused(tree, [f"state.{name}" for name in sorted(known - set(names))])
         spared = {name for name in names if name in saved_state and self._spares(tree, saved_state[name])}
         self.fitted.held, self.fitted.stored = len(names), len(known)
@@ -405,7 +405,7 @@ class _Matcher:
         """The keys of a dict that both sides have. One that is empty takes all. Values of another form are listed."""
         if not live:
             return None
-        self.fitted.missing += [layout.leaf_name(tree.name, str(key)) for key in live if key not in saved]
+        self.fitted.missing += [paths.leaf_name(tree.name, str(key)) for key in live if key not in saved]
         self._note_unused(tree, [str(key) for key in saved if key not in live])
         for path, before, now in differing_values(live, saved, tree.name):
             self._note_difference(
@@ -424,7 +424,7 @@ class _Matcher:
         """The numbers of the groups that keep their live options."""
         kept = set()
         for index in range(len(optimizer.param_groups)):
-            group = layout.leaf_name(tree.name, f"param_groups.{index}")
+            group = paths.leaf_name(tree.name, f"param_groups.{index}")
             glob = self.strategy.keeping_options(group)
             if glob is not None:
                 self.fitted.globs.add(glob)
@@ -504,7 +504,7 @@ class _Matcher:
         ranks saved may be one group for each of them: then the groups of this rank's parameters count, and as long as
         those that are one now had the same options, the number is the same."""
         group_of = {str(name): index for index, group in enumerate(groups) for name in group["params"]}  # type: ignore[union-attr]
-        of_one_rank = self.saved.world_size == 1 or layout.is_rank_scope(tree.scope)
+        of_one_rank = self.saved.world_size == 1 or paths.is_rank_scope(tree.scope)
         if of_one_rank and set(names) == set(group_of):
             return len(groups), len(optimizer.param_groups)
         used = {group_of[name] for name in names if name in group_of}
@@ -535,7 +535,7 @@ class _Matcher:
     def _spares(self, tree: TreeRecord, values: Json) -> bool:
         """Return whether `exclude` leaves out the state of a parameter, by any part of it."""
         named = dict.fromkeys(references(values)) if self.strategy.exclude else {}
-        return bool([reference for reference in named if self._excluded(layout.leaf_name(tree.name, reference))])
+        return bool([reference for reference in named if self._excluded(paths.leaf_name(tree.name, reference))])
 
     def _match_parameter(
         self, tree: TreeRecord, values: Json, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, name: str
@@ -563,7 +563,7 @@ class _Matcher:
             return self._fill(leaf, self._like_parameter(leaf, parameter), fresh=True)
 
         subclass = partial(self._subclass, tree, parameter, in_place=True)
-        state = _Pending.decode(values, layout.leaf_name(tree.name, f"state.{name}"), target, subclass)
+        state = _Pending.decode(values, paths.leaf_name(tree.name, f"state.{name}"), target, subclass)
         if not _is_optimizer_state(state.preview):
             raise _unlike(tree, f"the state of '{name}' is not what an optimizer has")
         return state
@@ -571,8 +571,8 @@ class _Matcher:
     def _had_shape(self, tree: TreeRecord, parameter: str, shape: tuple[int, ...]) -> bool:
         """Return whether the checkpoint has the parameter itself, in this shape: then its state may have any shape, as
         that of optimizers which precondition by dimension has."""
-        owners = (layout.tree_name(name, tree.scope) for name in self.components)
-        names = (parameter, *(layout.leaf_name(owner, parameter) for owner in owners))
+        owners = (paths.tree_name(name, tree.scope) for name in self.components)
+        names = (parameter, *(paths.leaf_name(owner, parameter) for owner in owners))
         return any(name in self.saved.leaves and self.saved.leaves[name].shape == shape for name in names)
 
     def _want(
@@ -588,7 +588,7 @@ class _Matcher:
         for key, reference in references.items():
             if reference is None:
                 was = _described_value(saved_values[key])
-                self.fitted.mismatched.append(f"{layout.leaf_name(tree.name, key)}: was {was} when it was saved")
+                self.fitted.mismatched.append(f"{paths.leaf_name(tree.name, key)}: was {was} when it was saved")
                 return
         leaves = [self._leaf(tree, reference) for reference in references.values() if reference is not None]
         if len({tuple(chunk.digests for chunk in leaf.chunks) for leaf in leaves}) > 1:
@@ -632,7 +632,7 @@ class _Matcher:
             state = self._live_state()
         self._require_memory(state, self.fitted.component)
         live = tree_of(self.fitted.component, self.component, state, None).tensors
-        kept = {path: tensor for path, tensor in live.items() if layout.leaf_name(tree.name, path) in excluded}
+        kept = {path: tensor for path, tensor in live.items() if paths.leaf_name(tree.name, path) in excluded}
         return kept if per_rank else live
 
     def _decode(
@@ -651,7 +651,7 @@ class _Matcher:
             return self._fill(leaf, self._new_memory(leaf, device), fresh=True)
 
         subclass = partial(self._subclass, tree, None, in_place=False)
-        return _Pending.decode(values, layout.leaf_name(tree.name, path), target, subclass)
+        return _Pending.decode(values, paths.leaf_name(tree.name, path), target, subclass)
 
     # Tensors of wrapper subclasses
 
@@ -794,7 +794,7 @@ class _Matcher:
         return torch.empty(leaf.shape, dtype=torch_dtype(leaf.dtype), device=device)
 
     def _leaf(self, tree: TreeRecord, reference: str) -> TensorRecord:
-        name = layout.leaf_name(tree.name, reference)
+        name = paths.leaf_name(tree.name, reference)
         try:
             return self.saved.leaves[name]
         except KeyError:
@@ -810,7 +810,7 @@ class _Matcher:
         return glob is not None
 
     def _note_unused(self, tree: TreeRecord, keys: Sequence[str]) -> None:
-        names = (layout.leaf_name(tree.name, key) for key in keys)
+        names = (paths.leaf_name(tree.name, key) for key in keys)
         self.fitted.unused += [name for name in names if not self._excluded(name)]
 
 

@@ -35,8 +35,8 @@ from holdfast.loading.side_buffers import Shadows, room_on
 from holdfast.loading.strategy import LoadStrategy
 from holdfast.loading.targets import Fitted, Request
 from holdfast.ondisk.codec import Json, plain, typed
+from holdfast.ondisk.decoding import from_json
 from holdfast.ondisk.manifest import TreeRecord
-from holdfast.ondisk.wire import from_json
 from holdfast.ranks.ranks import Ranks, on_leader, together
 from holdfast.runs.catalog import Catalog, Checkpoint, Skipped
 from holdfast.runs.lease import reading

@@ -25,8 +25,8 @@ from holdfast.errors import CorruptCheckpointError, KeyDamagedError, KeyMissingE
 from holdfast.loading.copy_ring import SLOT_BYTES, Carrier, Rings
 from holdfast.loading.gpu_digest import DeviceDigester
 from holdfast.loading.targets import Request
-from holdfast.ondisk.boxes import Box, Span, span_of, strides_of, whole
 from holdfast.ondisk.manifest import MAX_VALUES_BYTES, ChunkRecord, TensorRecord
+from holdfast.ondisk.regions import Box, Span, span_of, strides_of, whole
 from holdfast.runs.catalog import Checkpoint
 from holdfast.runs.report import Problem
 from holdfast.state.memory import give_back_zeros, prefer_huge_pages

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from holdfast.errors import CheckpointNotFoundError, HoldfastError, UsageError
-from holdfast.ondisk import layout
+from holdfast.ondisk import paths
 from holdfast.runs.catalog import Catalog, Checkpoint, Scan, Skipped, set_aside
 from holdfast.runs.selector import Selector, parse_selector
 from holdfast.storage.base import Storage
@@ -90,17 +90,17 @@ def _split(text: str, selector: str | int) -> tuple[str, str | int]:
 def _at_path(path: Path, selector: str | int) -> tuple[Catalog, Selector]:
     # Links such as `latest` are followed here, where a person named them; nothing inside of a run is ever followed.
     real = path.resolve()
-    if real.name == layout.MANIFEST and not real.is_dir():
+    if real.name == paths.MANIFEST and not real.is_dir():
         real = real.parent
     if real.is_file():
         raise UsageError(f"{path} is a file, not a run", advice="give the run's folder")
-    if layout.parse_folder(real.name) is not None and (real / layout.MANIFEST).exists():
+    if paths.parse_folder(real.name) is not None and (real / paths.MANIFEST).exists():
         if selector != "latest":
             raise UsageError(f"{path} is one checkpoint; the selector {selector!r} would name another")
         return Catalog(open_storage(real.parent)), Selector("folder", name=real.name)
     if path.is_symlink() and not path.exists():
         raise CheckpointNotFoundError(f"{path} points to {os.readlink(path)}, which is not there")
-    if layout.parse_folder(real.name) is not None and real.is_dir():
+    if paths.parse_folder(real.name) is not None and real.is_dir():
         return Catalog(open_storage(real.parent)), Selector("folder", name=real.name)
     return Catalog(open_storage(real)), parse_selector(selector)
 
@@ -111,7 +111,7 @@ def _newer_attempts(scan: Scan) -> list[Skipped]:
     return [
         Skipped(name, "was never committed")
         for name in scan.attempts
-        if (parsed := layout.parse_folder(name)) and parsed.step > newest
+        if (parsed := paths.parse_folder(name)) and parsed.step > newest
     ]
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, Self
 
 from holdfast.errors import UsageError
-from holdfast.ondisk.layout import check_component_name
+from holdfast.ondisk.paths import check_component_name
 
 MODULES = "<modules>"
 OPTIMIZERS = "<optimizers>"

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.ondisk.boxes import Box
 from holdfast.ondisk.manifest import TensorRecord
+from holdfast.ondisk.regions import Box
 
 
 @dataclass(frozen=True, slots=True)

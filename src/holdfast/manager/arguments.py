@@ -15,8 +15,8 @@ import torch
 
 from holdfast.errors import UsageError
 from holdfast.ondisk.codec import MAX_DEPTH, Json, encode, is_registered
-from holdfast.ondisk.layout import as_integer
 from holdfast.ondisk.manifest import STATE_DICT_NOTE
+from holdfast.ondisk.paths import as_integer
 from holdfast.state.tensors import inline_text
 
 __all__ = [

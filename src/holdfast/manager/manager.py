@@ -38,7 +38,7 @@ from holdfast.manager.arguments import (
 from holdfast.manager.reports import Reports
 from holdfast.manager.results import SaveHandle
 from holdfast.manager.schedule import Pace
-from holdfast.ondisk.layout import check_component_name, check_step
+from holdfast.ondisk.paths import check_component_name, check_step
 from holdfast.ranks.ranks import on_leader, torch_ranks
 from holdfast.runs.catalog import Catalog, Checkpoint, choose_own
 from holdfast.runs.cleanup import Housekeeper

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from holdfast.ondisk.tensorfile import Frame
+from holdfast.ondisk.safetensors import Frame
 
 Pieces = Callable[[], Iterator[memoryview]]
 

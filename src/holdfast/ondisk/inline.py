@@ -7,8 +7,8 @@ import math
 from typing import Any
 
 from holdfast.errors import CorruptCheckpointError, UsageError
-from holdfast.ondisk.boxes import MAX_DIMENSIONS
 from holdfast.ondisk.dtypes import MAX_TENSOR_BYTES, element_type
+from holdfast.ondisk.regions import MAX_DIMENSIONS
 
 
 def tensor_of_text(text: str) -> Any:

@@ -16,10 +16,10 @@ import msgspec
 from blake3 import blake3
 
 from holdfast.errors import CorruptCheckpointError, HoldfastError, SaveFailedError, UnsupportedFormatError
-from holdfast.ondisk import layout
-from holdfast.ondisk.boxes import MAX_DIMENSIONS, Box, cover_exactly
+from holdfast.ondisk import paths
+from holdfast.ondisk.decoding import from_json
 from holdfast.ondisk.dtypes import ELEMENT_TYPES, MAX_TENSOR_BYTES, element_type
-from holdfast.ondisk.wire import from_json
+from holdfast.ondisk.regions import MAX_DIMENSIONS, Box, cover_exactly
 
 FORMAT = 1
 BLOCK_BYTES = 1 << 20
@@ -101,7 +101,7 @@ class TreeRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        return layout.tree_name(self.component, self.scope)
+        return paths.tree_name(self.component, self.scope)
 
 
 class MeshRecord(msgspec.Struct, frozen=True, kw_only=True, order=True):
@@ -299,7 +299,7 @@ def check_manifest(manifest: Manifest, *, tensors: bool = True) -> None:
 
 def _check_body(manifest: Body) -> dict[str, FileRecord]:
     """Everything but the tensors; the files by their names."""
-    named = layout.parse_folder(manifest.folder)
+    named = paths.parse_folder(manifest.folder)
     if named is None or named.step != manifest.step:
         raise CorruptCheckpointError(f"{manifest.folder[:200]!r} is no name of a checkpoint of step {manifest.step}")
     _check_created(manifest.created)
@@ -310,7 +310,7 @@ def _check_body(manifest: Body) -> dict[str, FileRecord]:
     if len(files) != len(manifest.files):
         raise CorruptCheckpointError("a file is listed twice")
     for file in manifest.files:
-        layout.safe_relative(file.name)
+        paths.safe_relative(file.name)
         if file.header_bytes > file.size_bytes:
             raise CorruptCheckpointError(f"{file.name} has a header larger than itself")
     _check_trees(manifest.trees, files)
@@ -338,7 +338,7 @@ def _check_trees(trees: Iterable[TreeRecord], files: Mapping[str, FileRecord]) -
     seen = set()
     for tree in trees:
         try:
-            layout.check_component_name(tree.component)
+            paths.check_component_name(tree.component)
         except HoldfastError as error:
             raise CorruptCheckpointError(error.problem[:400]) from None
         if re.fullmatch(r"(?:(?:rank|stage)-[0-9]{5,9})?", tree.scope, re.ASCII) is None:
@@ -364,7 +364,7 @@ def _check_tensors(manifest: Manifest, files: Mapping[str, FileRecord]) -> None:
         if tensor.name in seen:
             raise CorruptCheckpointError("a tensor is listed twice", leaf=tensor.name)
         seen.add(tensor.name)
-        if len(tensor.name) > layout.MAX_NAME_CHARACTERS:
+        if len(tensor.name) > paths.MAX_NAME_CHARACTERS:
             raise CorruptCheckpointError("a name is over the limit", leaf=tensor.name[:200])
         if len(tensor.shape) > MAX_DIMENSIONS:
             raise CorruptCheckpointError(f"{len(tensor.shape)} dimensions are over the limit", leaf=tensor.name)

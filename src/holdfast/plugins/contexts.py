@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from holdfast.errors import UsageError
 from holdfast.loading.strategy import OPTIMIZERS, LoadStrategy
 from holdfast.manager.arguments import check_metrics
-from holdfast.ondisk.layout import check_component_name, check_step
+from holdfast.ondisk.paths import check_component_name, check_step
 from holdfast.runs.selector import check_tag, parse_selector
 
 __all__ = ["LoadContext", "Purpose", "SaveContext"]

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar, cast
 import msgspec
 
 from holdfast.errors import RankError, UsageError, error_from_record, error_record
-from holdfast.ondisk.wire import from_msgpack
+from holdfast.ondisk.decoding import from_msgpack
 from holdfast.ranks.connection import Connection
 
 logger = logging.getLogger("holdfast")

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from holdfast.ondisk import layout
-from holdfast.ondisk.wire import encode_record, read_record
+from holdfast.ondisk import paths
+from holdfast.ondisk.decoding import encode_record, read_record
 
 __all__ = ["MAX_NOTE_NUMBER", "Note", "NoteName", "encode_note", "note_key", "parse_note_name", "read_note", "sum_up"]
 
@@ -61,12 +61,12 @@ def sum_up(notes: Iterable[Note], tags: tuple[str, ...]) -> Notes:
 
 
 def note_key(folder: str, number: int) -> str:
-    return layout.key(layout.NOTES, f"{folder}--{number:06d}.json")
+    return paths.key(paths.NOTES, f"{folder}--{number:06d}.json")
 
 
 def parse_note_name(name: str) -> NoteName | None:
     match = _NAME.fullmatch(name)
-    if match is None or layout.parse_folder(match[1]) is None:
+    if match is None or paths.parse_folder(match[1]) is None:
         return None
     return NoteName(match[1], int(match[2]))
 

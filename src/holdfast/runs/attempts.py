@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-from holdfast.ondisk.wire import encode_record, read_record
+from holdfast.ondisk.decoding import encode_record, read_record
 
 __all__ = ["MAX_LEASE_NUMBER", "MAX_PLAUSIBLE_LEASE_NUMBER", "AttemptRecord", "encode_attempt", "read_attempt"]
 

@@ -33,8 +33,9 @@ from holdfast.errors import (
     UnsupportedFormatError,
     UsageError,
 )
-from holdfast.ondisk import layout
+from holdfast.ondisk import paths
 from holdfast.ondisk.codec import decode
+from holdfast.ondisk.decoding import MAX_RECORD_BYTES, encode_record, read_record
 from holdfast.ondisk.inline import tensor_of_text
 from holdfast.ondisk.manifest import (
     FORMAT,
@@ -51,7 +52,6 @@ from holdfast.ondisk.manifest import (
     is_abandoned,
     require_readable,
 )
-from holdfast.ondisk.wire import MAX_RECORD_BYTES, encode_record, read_record
 from holdfast.runs.annotations import (
     MAX_NOTE_NUMBER,
     Note,
@@ -119,7 +119,7 @@ class Checkpoint:
         try:
             opened = self.head.opened()
         except HoldfastError as error:
-            raise error.at(run=self.storage.url, file=layout.key(self.folder, layout.MANIFEST)) from None
+            raise error.at(run=self.storage.url, file=paths.key(self.folder, paths.MANIFEST)) from None
         # In the place of the text, which nobody needs any more and which is as large as the file.
         object.__setattr__(self, "head", opened)
         return opened
@@ -204,7 +204,7 @@ class Checkpoint:
         return f"{self.storage.url}/{self.folder}"
 
     def key(self, name: str) -> str:
-        return layout.key(self.folder, name)
+        return paths.key(self.folder, name)
 
     def _decoded(self, name: str, value: Any, tensor: Callable[[str], Any] | None = None) -> Any:
         return decode(value, path=name, tensor=tensor)
@@ -294,7 +294,7 @@ class Catalog:
         checkpoints, attempts, damaged, closed, unreadable = [], [], [], [], []
         notes = self._notes_by_folder()
         for entry in self.storage.entries(""):
-            if not entry.is_folder or layout.parse_folder(entry.name) is None:
+            if not entry.is_folder or paths.parse_folder(entry.name) is None:
                 continue
             try:
                 checkpoints.append(self._annotated(self.read(entry.name), notes))
@@ -321,12 +321,12 @@ class Catalog:
         """Return the checkpoint in a folder. A KeyMissingError when nothing was committed there, a
         CorruptCheckpointError when it is damaged, any other StorageError when it cannot be read now."""
         try:
-            data = read_document(self.storage, layout.key(folder, layout.MANIFEST), MAX_MANIFEST_BYTES)
+            data = read_document(self.storage, paths.key(folder, paths.MANIFEST), MAX_MANIFEST_BYTES)
         except KeyDamagedError as error:
-            where = layout.key(folder, layout.MANIFEST)
+            where = paths.key(folder, paths.MANIFEST)
             raise CorruptCheckpointError(error.problem, file=where, advice=error.advice) from None
         if is_abandoned(data):
-            raise AttemptClosedError("this attempt was given up", file=layout.key(folder, layout.MANIFEST))
+            raise AttemptClosedError("this attempt was given up", file=paths.key(folder, paths.MANIFEST))
         identity = digest_of(data)
         known = self._known.get(identity)
         if known is not None and known.folder == folder:
@@ -334,10 +334,10 @@ class Catalog:
         try:
             head, digest = decode_head(data)
         except HoldfastError as error:
-            raise error.at(run=self.storage.url, file=layout.key(folder, layout.MANIFEST)) from None
+            raise error.at(run=self.storage.url, file=paths.key(folder, paths.MANIFEST)) from None
         if head.folder != folder:
             raise CorruptCheckpointError(
-                f"its manifest belongs to {head.folder}", file=layout.key(folder, layout.MANIFEST)
+                f"its manifest belongs to {head.folder}", file=paths.key(folder, paths.MANIFEST)
             )
         checkpoint = self._known[identity] = Checkpoint(head, digest, self.storage)
         return checkpoint
@@ -352,7 +352,7 @@ class Catalog:
         found = self.read(folder)
         if found.digest != digest:
             raise CorruptCheckpointError(
-                "this manifest is not the one that was committed", file=layout.key(folder, layout.MANIFEST)
+                "this manifest is not the one that was committed", file=paths.key(folder, paths.MANIFEST)
             )
         return found
 
@@ -409,7 +409,7 @@ class Catalog:
         known = {checkpoint.folder: checkpoint for checkpoint in list(self._known.values())}
         highest, last = 0, ""
         for name in self._names():
-            if layout.parse_folder(name) is None:
+            if paths.parse_folder(name) is None:
                 continue
             try:
                 # A committed checkpoint never changes, so one that was read before counts as it was then.
@@ -441,7 +441,7 @@ class Catalog:
                 return existing
             record = _RunRecord(holdfast_format=FORMAT, run_id=self._known_run_id() or uuid.uuid4().hex, created=_now())
             try:
-                self.storage.put(layout.RUN_KEY, encode_record(record))
+                self.storage.put(paths.RUN_KEY, encode_record(record))
             except KeyExistsError:
                 time.sleep(pause)  # another process was faster
                 continue
@@ -450,13 +450,13 @@ class Catalog:
         raise StorageError(
             "the record of the run exists, but reading it finds nothing",
             run=self.storage.url,
-            file=layout.RUN_KEY,
+            file=paths.RUN_KEY,
             advice="save again; if this goes on, look at the storage",
         )
 
     def _remove_damaged_run(self, damage: DamagedRecordError) -> None:
         try:
-            remove_or_set_aside(self.storage, layout.RUN_KEY)
+            remove_or_set_aside(self.storage, paths.RUN_KEY)
         except StorageError as error:
             raise damage.at(
                 run=self.storage.url, advice=f"move it away by hand, because it cannot be removed: {error}"
@@ -471,7 +471,7 @@ class Catalog:
         get two names. `first`: the lowest number that the attempt may have."""
         attempt = max(self.attempts().get(step, 0) + 1, first)
         while True:
-            folder = layout.folder_name(step, attempt)
+            folder = paths.folder_name(step, attempt)
             try:
                 return folder, self.claim_folder(folder, world_size, lease=lease)
             except KeyExistsError:
@@ -481,20 +481,20 @@ class Catalog:
         """The highest number that an attempt at each step has so far."""
         found: dict[int, int] = {}
         for name in self._names():
-            parsed = layout.parse_folder(name)
-            if parsed is not None and parsed.attempt <= layout.MAX_COUNTED_ATTEMPT:
+            parsed = paths.parse_folder(name)
+            if parsed is not None and parsed.attempt <= paths.MAX_COUNTED_ATTEMPT:
                 found[parsed.step] = max(parsed.attempt, found.get(parsed.step, 0))
         return found
 
     def open_attempts(self) -> list[str]:
         """The folders in which nothing is committed, found without reading a manifest."""
         folders = [entry.name for entry in self.storage.entries("") if entry.is_folder]
-        names = [name for name in folders if layout.parse_folder(name) is not None]
+        names = [name for name in folders if paths.parse_folder(name) is not None]
         return [name for name in names if not self.is_committed(name)]
 
     def is_committed(self, folder: str) -> bool:
         """Whether the manifest's name is taken: by one, or by the word that there will never be one."""
-        return any(entry.name == layout.MANIFEST for entry in self.storage.entries(folder))
+        return any(entry.name == paths.MANIFEST for entry in self.storage.entries(folder))
 
     def close_attempts(self, number: int) -> None:
         """Make sure that no attempt of an earlier writer than this one can be committed any more: whoever comes first
@@ -504,7 +504,7 @@ class Catalog:
                 continue
             why = {"by": number, "at": _now()}
             try:
-                self.storage.put(layout.key(folder, layout.MANIFEST), encode_abandoned(why))
+                self.storage.put(paths.key(folder, paths.MANIFEST), encode_abandoned(why))
             except KeyExistsError:
                 continue
             self.storage.sync(folder)
@@ -523,18 +523,18 @@ class Catalog:
 
     def read_attempt(self, folder: str) -> AttemptRecord:
         """Return the record of an attempt; a `DamagedRecordError` for one that cannot be decoded."""
-        key = layout.key(folder, layout.ATTEMPT)
+        key = paths.key(folder, paths.ATTEMPT)
         return read_attempt(partial(self.storage.read, key), key)
 
     def uncommit(self, folder: str) -> None:
         """Let a checkpoint be one no more. Its bytes are debris from here on."""
-        self.storage.delete(layout.key(folder, layout.MANIFEST))
+        self.storage.delete(paths.key(folder, paths.MANIFEST))
         # Before any byte goes: a power cut must not bring the manifest back without them.
         self.storage.sync(folder)
 
     def clear(self, folder: str) -> None:
         """Remove the bytes of an attempt. Who began it, and the word that it was given up, stay."""
-        self._clear(folder, {layout.ATTEMPT, layout.MANIFEST})
+        self._clear(folder, {paths.ATTEMPT, paths.MANIFEST})
 
     def remove(self, folder: str) -> None:
         """Remove an attempt and the notes on it. Who began it goes last: until then one can see whose it is."""
@@ -542,17 +542,17 @@ class Catalog:
         for name in self.note_names():
             parsed = parse_note_name(name)
             if parsed is not None and parsed.folder == folder:
-                self.storage.delete(layout.key(layout.NOTES, name))
-        self.storage.delete(layout.key(folder, layout.MANIFEST))
-        self.storage.delete(layout.key(folder, layout.ATTEMPT))
+                self.storage.delete(paths.key(paths.NOTES, name))
+        self.storage.delete(paths.key(folder, paths.MANIFEST))
+        self.storage.delete(paths.key(folder, paths.ATTEMPT))
         self.storage.sync("")
 
     def _clear(self, folder: str, keep: set[str]) -> None:
         for entry in self.storage.entries(folder):
             if entry.is_folder:
-                self._clear(layout.key(folder, entry.name), set())
+                self._clear(paths.key(folder, entry.name), set())
             elif entry.name not in keep:
-                self.storage.delete(layout.key(folder, entry.name))
+                self.storage.delete(paths.key(folder, entry.name))
 
     # Notes
 
@@ -571,7 +571,7 @@ class Catalog:
                 raise StorageError(
                     f"a note has the highest number that there is, {MAX_NOTE_NUMBER}",
                     run=self.storage.url,
-                    file=layout.NOTES,
+                    file=paths.NOTES,
                     advice="remove that file, which no writer made",
                 )
             try:
@@ -579,14 +579,14 @@ class Catalog:
                 break
             except KeyExistsError:
                 number += 1
-        self.storage.sync(layout.NOTES)
+        self.storage.sync(paths.NOTES)
 
     def annotated(self, checkpoint: Checkpoint) -> Checkpoint:
         """The checkpoint with what is said of it by now."""
         return self._annotated(checkpoint, self._notes_by_folder())
 
     def note_names(self) -> list[str]:
-        return [entry.name for entry in self.storage.entries(layout.NOTES)]
+        return [entry.name for entry in self.storage.entries(paths.NOTES)]
 
     def remove_lost_notes(self, names: Sequence[str], scan: Scan) -> None:
         """Remove those of these notes whose checkpoint is gone. They must have been listed before the scan: what a note
@@ -602,7 +602,7 @@ class Catalog:
             else:
                 lost = self.is_gone(parsed.folder, scan)
             if lost:
-                self.storage.delete(layout.key(layout.NOTES, name))
+                self.storage.delete(paths.key(paths.NOTES, name))
 
     def is_gone(self, folder: str, scan: Scan) -> bool:
         """Whether a folder holds no checkpoint and never will: it is not there, or was closed for good. What holds
@@ -618,7 +618,7 @@ class Catalog:
             if error.errno not in (errno.ENOTDIR, errno.ELOOP):
                 raise
             # Something else has the place of the folder: what was noted is unknown for every checkpoint.
-            return {name: [layout.NOTES] for name in self._names()}
+            return {name: [paths.NOTES] for name in self._names()}
         parsed = [(name, parse_note_name(name)) for name in names]
         for name, told in sorted(((n, p) for n, p in parsed if p is not None), key=lambda pair: pair[1].number):
             found.setdefault(told.folder, []).append(name)
@@ -661,7 +661,7 @@ class Catalog:
     def read_note(self, name: str) -> Note | None:
         """Return a note, None when it is gone; a `DamagedRecordError` for one that cannot be decoded. One that cannot
         be read now is a `StorageError`: it may hold a tag, without which its checkpoint would be deleted."""
-        key = layout.key(layout.NOTES, name)
+        key = paths.key(paths.NOTES, name)
         try:
             return read_note(partial(self.storage.read, key), key)
         except KeyMissingError:
@@ -677,7 +677,7 @@ class Catalog:
             world_size=world_size,
             **more,
         )
-        self.storage.put(layout.key(folder, layout.ATTEMPT), encode_attempt(who))
+        self.storage.put(paths.key(folder, paths.ATTEMPT), encode_attempt(who))
         return claim
 
     def require_claim(self, folder: str, claim: str) -> None:
@@ -717,10 +717,10 @@ class Catalog:
     def _put_manifest(self, folder: str, data: bytes) -> None:
         """Create the manifest; a KeyExistsError when another process has closed the attempt."""
         try:
-            self.storage.put(layout.key(folder, layout.MANIFEST), data)
+            self.storage.put(paths.key(folder, paths.MANIFEST), data)
         except KeyExistsError:
             # A storage that repeats a request whose answer was lost finds what it has written itself.
-            if self.storage.read(layout.key(folder, layout.MANIFEST), MAX_MANIFEST_BYTES) != data:
+            if self.storage.read(paths.key(folder, paths.MANIFEST), MAX_MANIFEST_BYTES) != data:
                 raise
 
     def _withdraw(self, folder: str, error: Exception) -> None:
@@ -729,7 +729,7 @@ class Catalog:
 
         What the ranks wrote stays: should a power cut bring the manifest back, then with all that it names.
         """
-        key = layout.key(folder, layout.MANIFEST)
+        key = paths.key(folder, paths.MANIFEST)
         try:
             if is_abandoned(self.storage.read(key, MAX_MANIFEST_BYTES)):
                 return
@@ -753,7 +753,7 @@ class Catalog:
         if point is None:
             return
         try:
-            point(layout.LATEST_LINK, folder)
+            point(paths.LATEST_LINK, folder)
         except Exception as error:
             logger.warning("committed, but the link 'latest' could not be moved: %s", error)
 
@@ -772,10 +772,10 @@ class Catalog:
         that cannot be decoded."""
         try:
             record = read_record(
-                partial(self.storage.read, layout.RUN_KEY),
+                partial(self.storage.read, paths.RUN_KEY),
                 _RunRecord,
                 what="the record of the run",
-                file=layout.RUN_KEY,
+                file=paths.RUN_KEY,
             )
         except KeyMissingError:
             return None
@@ -858,7 +858,7 @@ def _require_readable(scan: Scan, selector: Selector) -> None:
     """Raise if a selector may mean a folder that cannot be read now. Only a step says itself which ones it may not."""
     meant = scan.unreadable
     if selector.kind == "step":
-        named = ((layout.parse_folder(folder), folder, error) for folder, error in scan.unreadable)
+        named = ((paths.parse_folder(folder), folder, error) for folder, error in scan.unreadable)
         meant = tuple((folder, error) for parsed, folder, error in named if parsed and parsed.step == selector.step)
     if meant:
         raise _unreadable_error(meant)
@@ -878,7 +878,7 @@ def _unreadable(damaged: tuple[Skipped, ...], selector: Selector) -> list[Skippe
         return list(damaged)
     if selector.kind != "step":
         return []
-    names = ((layout.parse_folder(skipped.folder), skipped) for skipped in damaged)
+    names = ((paths.parse_folder(skipped.folder), skipped) for skipped in damaged)
     return [skipped for parsed, skipped in names if parsed is not None and parsed.step == selector.step]
 
 

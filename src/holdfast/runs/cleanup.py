@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from holdfast.errors import CheckpointNotFoundError, HoldfastError, KeyMissingError, StorageError, UsageError
-from holdfast.ondisk import layout
+from holdfast.ondisk import paths
 from holdfast.runs.annotations import Note
 from holdfast.runs.catalog import Catalog, Checkpoint, Scan, best_of
 from holdfast.runs.events import Event
@@ -292,7 +292,7 @@ class Housekeeper:
                 continue
             self._catalog.clear(folder)
             # Who has not even said who he is has written nothing, and looks whose run it is before he commits.
-            unsaid = layout.ATTEMPT not in {entry.name for entry in self._catalog.storage.entries(folder)}
+            unsaid = paths.ATTEMPT not in {entry.name for entry in self._catalog.storage.entries(folder)}
             if unsaid or _is_dead(self._catalog.attempt_record(folder)):
                 self._catalog.remove(folder)
 
@@ -323,7 +323,7 @@ class Housekeeper:
             return
         try:
             for name, target in storage.links().items():
-                if layout.parse_folder(target) is not None and self._is_lost(target, scan):
+                if paths.parse_folder(target) is not None and self._is_lost(target, scan):
                     storage.unpoint(name)
         except StorageError as error:
             logger.warning("links that lead nowhere could not be removed: %s", error)
@@ -334,7 +334,7 @@ class Housekeeper:
     def _wanted(self, kept: Sequence[Checkpoint]) -> dict[str, str]:
         """The links that there shall be, each with the folder that it leads to."""
         sound = [checkpoint for checkpoint in kept if not checkpoint.damage]
-        wanted = {layout.LATEST_LINK: sound[0].folder} if sound else {}
+        wanted = {paths.LATEST_LINK: sound[0].folder} if sound else {}
         wanted |= self._best(sound)
         if isinstance(self._links, LinkTemplate):
             wanted |= self._named(kept, self._links)
@@ -348,9 +348,9 @@ class Housekeeper:
             best = best_of(sound, metric, mode)
             if best is None:
                 continue
-            found.setdefault(layout.BEST_LINK, best.folder)
+            found.setdefault(paths.BEST_LINK, best.folder)
             if len(metrics) > 1:
-                found[f"{layout.BEST_LINK}-{_NOT_IN_A_NAME.sub('_', metric)}"] = best.folder
+                found[f"{paths.BEST_LINK}-{_NOT_IN_A_NAME.sub('_', metric)}"] = best.folder
         return found
 
     def _named(self, kept: Sequence[Checkpoint], template: LinkTemplate) -> dict[str, str]:
@@ -364,9 +364,9 @@ class Housekeeper:
 
     def _is_ours(self, name: str, target: str) -> bool:
         """Whether a link that is not wanted is one that this made: of those that lead somewhere only they may go."""
-        if layout.parse_folder(target) is None:
+        if paths.parse_folder(target) is None:
             return False
-        if name == layout.BEST_LINK or name.startswith(f"{layout.BEST_LINK}-"):
+        if name == paths.BEST_LINK or name.startswith(f"{paths.BEST_LINK}-"):
             return True
         return isinstance(self._links, LinkTemplate) and _reads(self._links, name)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from holdfast.errors import DamagedRecordError, KeyMissingError, StorageError, UnsupportedFormatError
-from holdfast.ondisk import layout
+from holdfast.ondisk import paths
 from holdfast.runs.annotations import parse_note_name
 from holdfast.runs.attempts import MAX_PLAUSIBLE_LEASE_NUMBER, AttemptRecord
 from holdfast.runs.catalog import Catalog, Checkpoint, Scan
@@ -26,7 +26,7 @@ __all__ = ["Finding", "Kind", "examine", "mend"]
 Kind = Literal["checkpoint", "run", "attempt", "note", "lease", "reader", "link", "orphan"]
 
 _SHOWN_RANKS = 8
-_OWN_NAMES = {layout.RUN_KEY, layout.LEASE, layout.READERS, layout.NOTES}
+_OWN_NAMES = {paths.RUN_KEY, paths.LEASE, paths.READERS, paths.NOTES}
 _RENAMED = "is renamed to set-aside-...: nothing in it is lost"
 _RECEIPT_END = ".receipt.json"
 _RANK_FILE = re.compile(r"rank-([0-9]{5})\.", re.ASCII)
@@ -74,7 +74,7 @@ def mend(catalog: Catalog) -> list[Finding]:
         # It removes the bytes of attempts that can never be committed, marks of readers that are gone, and notes on
         # checkpoints that are.
         # While the notes cannot be listed it could not tell what was noted on what.
-        if obstruction_of(catalog.storage, layout.NOTES) is None:
+        if obstruction_of(catalog.storage, paths.NOTES) is None:
             Housekeeper(catalog, keep=None, links=False, may_write=lease.require).clear_debris()
         _mend_links(catalog, before)
         _remove_damaged_claims(catalog, lease.number)
@@ -89,7 +89,7 @@ def mend(catalog: Catalog) -> list[Finding]:
 
 def _checkpoints(scan: Scan) -> Iterator[Finding]:
     for skipped in scan.damaged:
-        path = layout.key(skipped.folder, layout.MANIFEST)
+        path = paths.key(skipped.folder, paths.MANIFEST)
         remedy = "restore the file from a copy, or delete the folder"
         if skipped.newer:
             remedy = "use a newer version of Holdfast"
@@ -101,25 +101,25 @@ def _run(catalog: Catalog, scan: Scan) -> Iterator[Finding]:
     try:
         run_id = catalog.read_run()
     except DamagedRecordError as error:
-        yield Finding("run", layout.RUN_KEY, error.problem, remedy, damage=True, mendable=True)
+        yield Finding("run", paths.RUN_KEY, error.problem, remedy, damage=True, mendable=True)
     except UnsupportedFormatError as error:
         # A version that writes a newer format writes newer manifests, too.
         if scan.checkpoints and not any(skipped.newer for skipped in scan.damaged):
             problem = f"{error.problem}, but every checkpoint is of a format that is known"
-            yield Finding("run", layout.RUN_KEY, problem, remedy, damage=True, mendable=True)
+            yield Finding("run", paths.RUN_KEY, problem, remedy, damage=True, mendable=True)
         else:
-            yield Finding("run", layout.RUN_KEY, error.problem, "use a newer version of Holdfast")
+            yield Finding("run", paths.RUN_KEY, error.problem, "use a newer version of Holdfast")
     else:
         if run_id is None and scan.checkpoints:
-            yield Finding("run", layout.RUN_KEY, "the record of the run is missing", remedy, mendable=True)
+            yield Finding("run", paths.RUN_KEY, "the record of the run is missing", remedy, mendable=True)
 
 
 def _lease(catalog: Catalog) -> Iterator[Finding]:
-    if (obstruction := obstruction_of(catalog.storage, layout.LEASE)) is not None:
-        yield Finding("lease", layout.LEASE, obstruction.problem, _RENAMED, damage=True, mendable=True)
+    if (obstruction := obstruction_of(catalog.storage, paths.LEASE)) is not None:
+        yield Finding("lease", paths.LEASE, obstruction.problem, _RENAMED, damage=True, mendable=True)
         return
     for name in foreign_claims(catalog.storage):
-        path = layout.key(layout.LEASE, name)
+        path = paths.key(paths.LEASE, name)
         yield Finding(
             "lease", path, "no writer has counted up to this number", "is removed", damage=True, mendable=True
         )
@@ -138,7 +138,7 @@ def _attempts(catalog: Catalog, scan: Scan) -> Iterator[Finding]:
         problem = f"{state}; {_who(record)}; {_missing(catalog, folder, record)}"
         yield Finding("attempt", folder, problem, "is cleared when its writer is seen to be gone", mendable=True)
     for folder in (*scan.attempts, *(found.folder for found in scan.checkpoints)):
-        path = layout.key(folder, layout.ATTEMPT)
+        path = paths.key(folder, paths.ATTEMPT)
         try:
             record = catalog.read_attempt(folder)
         except KeyMissingError:
@@ -164,7 +164,7 @@ def _missing(catalog: Catalog, folder: str, record: AttemptRecord) -> str:
     names = {entry.name for entry in catalog.storage.entries(folder)}
     ranks = {int(match[1]) for match in map(_RANK_FILE.match, names) if match}
     absent = record.world_size - len({rank for rank in ranks if rank < record.world_size})
-    missing = [name for name in (layout.MANIFEST, layout.ATTEMPT) if name not in names]
+    missing = [name for name in (paths.MANIFEST, paths.ATTEMPT) if name not in names]
     if absent > 0:
         # Not all of them: a damaged record can state any number of ranks.
         first = (rank for rank in range(record.world_size) if rank not in ranks)
@@ -174,12 +174,12 @@ def _missing(catalog: Catalog, folder: str, record: AttemptRecord) -> str:
 
 
 def _notes(catalog: Catalog, scan: Scan) -> Iterator[Finding]:
-    if (obstruction := obstruction_of(catalog.storage, layout.NOTES)) is not None:
+    if (obstruction := obstruction_of(catalog.storage, paths.NOTES)) is not None:
         remedy = "move it away by hand: tags are unknown until then, and retention keeps every checkpoint"
-        yield Finding("note", layout.NOTES, obstruction.problem, remedy, damage=True)
+        yield Finding("note", paths.NOTES, obstruction.problem, remedy, damage=True)
         return
     for name in catalog.note_names():
-        parsed, path = parse_note_name(name), layout.key(layout.NOTES, name)
+        parsed, path = parse_note_name(name), paths.key(paths.NOTES, name)
         if parsed is None:
             continue
         try:
@@ -193,11 +193,11 @@ def _notes(catalog: Catalog, scan: Scan) -> Iterator[Finding]:
 
 
 def _readers(catalog: Catalog) -> Iterator[Finding]:
-    if (obstruction := obstruction_of(catalog.storage, layout.READERS)) is not None:
-        yield Finding("reader", layout.READERS, obstruction.problem, _RENAMED, damage=True, mendable=True)
+    if (obstruction := obstruction_of(catalog.storage, paths.READERS)) is not None:
+        yield Finding("reader", paths.READERS, obstruction.problem, _RENAMED, damage=True, mendable=True)
         return
     for name, claim in reader_claims(catalog.storage):
-        path = layout.key(layout.READERS, name)
+        path = paths.key(paths.READERS, name)
         if isinstance(claim, DamagedRecordError):
             remedy = "a training removes it after a minute without a sign of its reader"
             yield Finding("reader", path, claim.problem, remedy, damage=True)
@@ -208,14 +208,14 @@ def _readers(catalog: Catalog) -> Iterator[Finding]:
 def _links(catalog: Catalog, scan: Scan) -> Iterator[Finding]:
     links: Any = getattr(catalog.storage, "links", None)
     for name, target in links().items() if links is not None else ():
-        if layout.parse_folder(target) is not None and catalog.is_gone(target, scan):
+        if paths.parse_folder(target) is not None and catalog.is_gone(target, scan):
             yield Finding("link", name, f"points to {target}, which is gone", "is removed", mendable=True)
 
 
 def _orphans(catalog: Catalog, scan: Scan) -> Iterator[Finding]:
     remedy = "not Holdfast's: nothing is done about it"
     for entry in catalog.storage.entries(""):
-        if entry.name not in _OWN_NAMES and not (entry.is_folder and layout.parse_folder(entry.name)):
+        if entry.name not in _OWN_NAMES and not (entry.is_folder and paths.parse_folder(entry.name)):
             yield Finding("orphan", entry.name, "is no part of the run", remedy)
     for checkpoint in scan.checkpoints:
         for name in _unlisted(catalog, checkpoint):
@@ -224,7 +224,7 @@ def _orphans(catalog: Catalog, scan: Scan) -> Iterator[Finding]:
 
 
 def _unlisted(catalog: Catalog, checkpoint: Checkpoint) -> list[str]:
-    listed = {file.name.partition("/")[0] for file in checkpoint.head.files} | {layout.MANIFEST, layout.ATTEMPT}
+    listed = {file.name.partition("/")[0] for file in checkpoint.head.files} | {paths.MANIFEST, paths.ATTEMPT}
     names = (entry.name for entry in catalog.storage.entries(checkpoint.folder))
     return [name for name in names if name not in listed and not name.endswith(_RECEIPT_END)]
 
@@ -234,9 +234,9 @@ def _unlisted(catalog: Catalog, checkpoint: Checkpoint) -> list[str]:
 
 def _remove_obstacles(catalog: Catalog, findings: Sequence[Finding]) -> None:
     """Remove what keeps every process from the lease, so it is done without one, but not while the run is held."""
-    for path in {finding.path for finding in findings if finding.path in (layout.LEASE, layout.READERS)}:
+    for path in {finding.path for finding in findings if finding.path in (paths.LEASE, paths.READERS)}:
         set_aside(catalog.storage, path)
-    foreign = {layout.key(layout.LEASE, name) for name in foreign_claims(catalog.storage)}
+    foreign = {paths.key(paths.LEASE, name) for name in foreign_claims(catalog.storage)}
     attempts = {found.path for found in _of_kind(findings, "attempt") if found.damage and found.mendable}
     if foreign or attempts:
         # A process that lives may have counted on from such a number.
@@ -250,7 +250,7 @@ def _mend_run(catalog: Catalog, findings: Sequence[Finding]) -> None:
     if not any(finding.mendable for finding in found):
         return
     if any(finding.damage for finding in found):
-        remove_or_set_aside(catalog.storage, layout.RUN_KEY)
+        remove_or_set_aside(catalog.storage, paths.RUN_KEY)
     catalog.open_run()
 
 
@@ -279,4 +279,4 @@ def _of_kind(findings: Iterable[Finding], kind: Kind) -> list[Finding]:
 
 
 def _claim_path(number: int) -> str:
-    return layout.key(layout.LEASE, f"{number:09d}.json")
+    return paths.key(paths.LEASE, f"{number:09d}.json")

@@ -49,8 +49,8 @@ from holdfast.errors import (
     RunInUseError,
     StorageError,
 )
-from holdfast.ondisk import layout
-from holdfast.ondisk.wire import encode_record, read_record
+from holdfast.ondisk import paths
+from holdfast.ondisk.decoding import encode_record, read_record
 from holdfast.runs.attempts import MAX_LEASE_NUMBER, MAX_PLAUSIBLE_LEASE_NUMBER, read_attempt
 from holdfast.runs.process_identity import Identity, is_alive, this_process
 from holdfast.storage.base import Entry, Storage
@@ -142,7 +142,7 @@ class Lease:
     `floor`: what an earlier holder may still be deleting has a name below it; only names above it are free.
     """
 
-    def __init__(self, storage: Storage, number: int, token: str, floor: layout.Floor, heart: Heart) -> None:
+    def __init__(self, storage: Storage, number: int, token: str, floor: paths.Floor, heart: Heart) -> None:
         self.number = number
         self.token = token
         self.floor = floor
@@ -173,7 +173,7 @@ class Lease:
         claim = Claim.of(identity or this_process(), timeout_seconds)
         tried = 0
         while True:
-            entries = _entries(storage, layout.LEASE)
+            entries = _entries(storage, paths.LEASE)
             highest = _highest(entries)
             if highest and highest != lost and not force:
                 _require_free(storage, highest, entries, claim, clock or Clock(), from_this_process)
@@ -201,8 +201,8 @@ class Lease:
         """Return the lease of a claim that was just laid down, None when others came, and went, in between."""
         heart = Heart.of_lease(storage, number, claim.timeout_seconds, token=claim.token)
         try:
-            storage.sync(layout.LEASE)
-            claims = _entries(storage, layout.LEASE)
+            storage.sync(paths.LEASE)
+            claims = _entries(storage, paths.LEASE)
             if _highest(claims) != number:
                 return None
             heart.start()
@@ -223,7 +223,7 @@ class Lease:
     def is_lost(self) -> bool:
         """Return True when the claim was deleted or damaged and nobody else has written to the run since: then the run
         is free for this process to acquire again. Raise if another process has become the writer."""
-        highest = _highest(_entries(self._storage, layout.LEASE))
+        highest = _highest(_entries(self._storage, paths.LEASE))
         if highest > self.number:
             raise _taken_over(self._storage, highest)
         try:
@@ -256,7 +256,7 @@ class Lease:
 
 
 def _put_claim(storage: Storage, number: int, claim: Claim) -> None:
-    storage.put(_key(layout.LEASE, _name(number), _CLAIM), encode_record(claim))
+    storage.put(_key(paths.LEASE, _name(number), _CLAIM), encode_record(claim))
 
 
 def _with_room(storage: Storage, highest: int, write: Callable[[], None]) -> None:
@@ -285,14 +285,14 @@ def _with_room(storage: Storage, highest: int, write: Callable[[], None]) -> Non
 def _make_room(storage: Storage, highest: int) -> None:
     """Remove the claims below a number, which say nothing while there is a higher one, and all heartbeats, of which a
     process that lives gives another. Floors stay: they are valid until the next writer has laid its own."""
-    for entry in _entries(storage, layout.LEASE):
+    for entry in _entries(storage, paths.LEASE):
         match = _NUMBERED.fullmatch(entry.name)
         if match is None or _FLOOR in entry.name:
             continue
         if int(match[1]) < highest or (int(match[1]) == highest and _BEAT in entry.name):
             with contextlib.suppress(StorageError):  # the write that follows says whether there is room
-                storage.delete(f"{layout.LEASE}/{entry.name}")
-    storage.sync(layout.LEASE)
+                storage.delete(f"{paths.LEASE}/{entry.name}")
+    storage.sync(paths.LEASE)
 
 
 def _next_number(storage: Storage, highest: int) -> int:
@@ -303,7 +303,7 @@ def _next_number(storage: Storage, highest: int) -> int:
         raise StorageError(
             f"a lease claim or an attempt.json states the highest lease number that there is, {MAX_LEASE_NUMBER}",
             run=storage.url,
-            file=layout.LEASE,
+            file=paths.LEASE,
             advice="no writer counted up to it: `holdfast doctor RUN --fix` removes what states it",
         )
     return number
@@ -315,9 +315,9 @@ def _recorded_number(storage: Storage) -> int:
     of a process that lives, and must not be given again."""
     highest = 0
     for entry in storage.entries(""):
-        if not entry.is_folder or layout.parse_folder(entry.name) is None:
+        if not entry.is_folder or paths.parse_folder(entry.name) is None:
             continue
-        key = layout.key(entry.name, layout.ATTEMPT)
+        key = paths.key(entry.name, paths.ATTEMPT)
         with contextlib.suppress(DamagedRecordError, KeyMissingError):
             highest = max(highest, read_attempt(partial(storage.read, key), key).lease)
     return highest
@@ -341,27 +341,27 @@ def _is_own(storage: Storage, number: int, token: str) -> bool:
     return claim is not None and claim.token == token
 
 
-def _lay_floor(storage: Storage, number: int, claims: Sequence[Entry]) -> layout.Floor:
+def _lay_floor(storage: Storage, number: int, claims: Sequence[Entry]) -> paths.Floor:
     """Find the floor of a lease and write it down for those that come after it.
 
     `claims` and the names of the run are seen after the number was claimed: before, its last holder could still go on.
     Written down because this one will remove names which an earlier holder, asleep, is about to remove as well. And
     after the attempts were closed: those are the ones of others that this one may remove.
     """
-    visible = layout.Floor.of(entry.name for entry in storage.entries(""))
+    visible = paths.Floor.of(entry.name for entry in storage.entries(""))
     laid = (_FLOOR_NAME.fullmatch(entry.name) for entry in claims)
-    floor = layout.Floor.highest((visible, *(layout.Floor(int(match[1]), int(match[2])) for match in laid if match)))
-    if floor == layout.Floor():
+    floor = paths.Floor.highest((visible, *(paths.Floor(int(match[1]), int(match[2])) for match in laid if match)))
+    if floor == paths.Floor():
         return floor
     with contextlib.suppress(KeyExistsError):  # by one who had the number, and lost it with the power
-        storage.put(_key(layout.LEASE, _name(number), f"{_FLOOR}{floor.step:09d}.{floor.attempt}"), _NOTHING)
-    storage.sync(layout.LEASE)
+        storage.put(_key(paths.LEASE, _name(number), f"{_FLOOR}{floor.step:09d}.{floor.attempt}"), _NOTHING)
+    storage.sync(paths.LEASE)
     return floor
 
 
 def _release(storage: Storage, number: int) -> None:
     try:
-        storage.put(_key(layout.LEASE, _name(number), _RELEASED), _NOTHING)
+        storage.put(_key(paths.LEASE, _name(number), _RELEASED), _NOTHING)
     except KeyExistsError:
         pass
     except StorageError as error:
@@ -371,7 +371,7 @@ def _release(storage: Storage, number: int) -> None:
 def require_number(storage: Storage, number: int, token: str = "") -> None:
     """Raise if whoever has this number may not commit any more: there is a higher one, or the claim with this number
     and `token` is not there. 0 is the number of a writer without a claim; an empty token is that of any claim."""
-    highest = _highest(_entries(storage, layout.LEASE))
+    highest = _highest(_entries(storage, paths.LEASE))
     if highest > number:
         raise _taken_over(storage, highest)
     if number == 0:
@@ -412,7 +412,7 @@ def _lost(storage: Storage, how: str) -> RunInUseError:
 
 def require_free(storage: Storage) -> None:
     """Raise a RunInUseError while a process that lives, or may live, holds the run. Takes nothing."""
-    entries = _entries(storage, layout.LEASE)
+    entries = _entries(storage, paths.LEASE)
     highest = _highest(entries)
     if highest:
         mine = Claim.of(this_process(), DEFAULT_TIMEOUT_SECONDS)
@@ -441,7 +441,7 @@ def _require_free(
         alive = _beats(storage, number, claim, clock)
     if alive:
         raise _in_use(storage, number, claim)
-    highest = _highest(_entries(storage, layout.LEASE))
+    highest = _highest(_entries(storage, paths.LEASE))
     faster = _claim_or_unknown(storage, highest) if highest != number else None
     if faster is not None and not (faster.holder == mine.holder and from_this_process):
         raise _in_use(storage, highest, faster)
@@ -451,12 +451,12 @@ def _beats(storage: Storage, number: int, claim: Claim, clock: Clock) -> bool:
     """Whether a holder on another machine gives a sign within the time that his claim states."""
     patience = claim.patience_seconds
     pause = max(patience / _BEATS_PER_TIMEOUT / _LOOKS_PER_BEAT, _SHORTEST_PAUSE_SECONDS)
-    first = _last_beat(_entries(storage, layout.LEASE), _name(number))
+    first = _last_beat(_entries(storage, paths.LEASE), _name(number))
     deadline = clock.now() + patience
     logger.warning("%s held the run %s; waiting up to %g s for a sign of it", claim.who, storage.url, patience)
     while clock.now() < deadline:
         clock.sleep(pause)
-        entries = _entries(storage, layout.LEASE)
+        entries = _entries(storage, paths.LEASE)
         if f"{_name(number)}{_RELEASED}" in {entry.name for entry in entries}:
             return False
         if _highest(entries) != number:
@@ -469,7 +469,7 @@ def _beats(storage: Storage, number: int, claim: Claim, clock: Clock) -> bool:
 def _in_use(storage: Storage, number: int, claim: Claim) -> RunInUseError:
     age = _age_seconds(storage, number, claim)
     known = claim is not _UNKNOWN
-    who = f"a process whose claim {_key(layout.LEASE, _name(number), _CLAIM)} cannot be read"
+    who = f"a process whose claim {_key(paths.LEASE, _name(number), _CLAIM)} cannot be read"
     advice = (
         "end that process or wait until it ends; if it hangs, `holdfast unlock RUN --force` takes the run from it, and "
         "its saves fail from then on"
@@ -494,11 +494,11 @@ def _heartbeat_text(age_seconds: float | None) -> str:
 
 def _age_seconds(storage: Storage, number: int, claim: Claim) -> float | None:
     """Return how old the last heartbeat is, or the claim while there is none; None when that cannot be read."""
-    beat = _last_beat(_entries(storage, layout.LEASE), _name(number))
+    beat = _last_beat(_entries(storage, paths.LEASE), _name(number))
     said = claim.started
     if beat:
         try:
-            data = storage.read(_beat_key(layout.LEASE, _name(number), beat), _MAX_BEAT_BYTES)
+            data = storage.read(_beat_key(paths.LEASE, _name(number), beat), _MAX_BEAT_BYTES)
         except KeyMissingError:
             return 0.0  # a newer one has just replaced it
         except StorageError:
@@ -518,7 +518,7 @@ def _forget_older(storage: Storage, highest: int, entries: Sequence[Entry]) -> N
         match = _NUMBERED.fullmatch(entry.name)
         if match and (int(match[1]) < highest or _BEAT in entry.name or _FLOOR in entry.name):
             with contextlib.suppress(StorageError):
-                storage.delete(f"{layout.LEASE}/{entry.name}")
+                storage.delete(f"{paths.LEASE}/{entry.name}")
 
 
 class Heart:
@@ -556,7 +556,7 @@ class Heart:
         only_if: Callable[[], bool] = lambda: True,
         token: str = "",
     ) -> Heart:
-        return cls(storage, layout.LEASE, _name(number), timeout_seconds / _BEATS_PER_TIMEOUT, only_if, token)
+        return cls(storage, paths.LEASE, _name(number), timeout_seconds / _BEATS_PER_TIMEOUT, only_if, token)
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="holdfast-lease", daemon=True).start()
@@ -569,7 +569,7 @@ class Heart:
         entries = self._storage.entries(self._folder)
         if f"{self._claim_name}{_CLAIM}" not in {entry.name for entry in entries}:
             return False
-        if self._folder == layout.LEASE and _highest(entries) > int(self._claim_name):
+        if self._folder == paths.LEASE and _highest(entries) > int(self._claim_name):
             return False
         if self._token and self._is_of_another():
             return False
@@ -622,12 +622,12 @@ def reading(storage: Storage, folder: str) -> Iterator[None]:
     name = f"{folder}--{uuid.uuid4().hex[:12]}"
     claim = Claim.of(this_process(), DEFAULT_TIMEOUT_SECONDS)
     try:
-        storage.put(_key(layout.READERS, name, _CLAIM), encode_record(claim))
+        storage.put(_key(paths.READERS, name, _CLAIM), encode_record(claim))
     except StorageError as error:
         logger.debug("%s is read without saying so: %s", folder, error)
         yield
         return
-    heart = Heart(storage, layout.READERS, name, DEFAULT_TIMEOUT_SECONDS / _BEATS_PER_TIMEOUT)
+    heart = Heart(storage, paths.READERS, name, DEFAULT_TIMEOUT_SECONDS / _BEATS_PER_TIMEOUT)
     heart.start()
     try:
         yield
@@ -656,13 +656,13 @@ class Readers:
 
     def _claims(self) -> list[tuple[str, bool]]:
         """Each claim, and whether its reader lives."""
-        entries = _entries(self.storage, layout.READERS)
+        entries = _entries(self.storage, paths.READERS)
         names = [entry.name.removesuffix(_CLAIM) for entry in entries if entry.name.endswith(_CLAIM)]
         return [(name, self._lives(name, _last_beat(entries, name))) for name in names]
 
     def _lives(self, name: str, beat: int) -> bool:
         try:
-            claim = _read_claim(self.storage, layout.READERS, name)
+            claim = _read_claim(self.storage, paths.READERS, name)
         except HoldfastError:
             claim = _UNKNOWN  # watched, as one on another machine is
         if claim is None:
@@ -679,9 +679,9 @@ class Readers:
 
 def _forget_reader(storage: Storage, name: str) -> None:
     with contextlib.suppress(StorageError):
-        for entry in storage.entries(layout.READERS):
+        for entry in storage.entries(paths.READERS):
             if entry.name.startswith(f"{name}."):
-                storage.delete(f"{layout.READERS}/{entry.name}")
+                storage.delete(f"{paths.READERS}/{entry.name}")
 
 
 # Names
@@ -692,7 +692,7 @@ def _name(number: int) -> str:
 
 
 def _key(folder: str, name: str, ending: str) -> str:
-    return layout.key(folder, f"{name}{ending}")
+    return paths.key(folder, f"{name}{ending}")
 
 
 def _beat_key(folder: str, name: str, beat: int) -> str:
@@ -728,13 +728,13 @@ def _last_beat(entries: Sequence[Entry], name: str) -> int:
 
 def read_claim(storage: Storage, number: int) -> Claim | None:
     """Return the claim with that number, None when it is gone; a `DamagedRecordError` for one that is no claim."""
-    return _read_claim(storage, layout.LEASE, _name(number))
+    return _read_claim(storage, paths.LEASE, _name(number))
 
 
 def holder(storage: Storage) -> Claim | None:
     """Return the claim by which the run is held, whether its holder lives or not; None when it is free. Of a claim that
     cannot be decoded, one of an unknown process."""
-    entries = _entries(storage, layout.LEASE)
+    entries = _entries(storage, paths.LEASE)
     highest = _highest(entries)
     if not highest or f"{_name(highest)}{_RELEASED}" in {entry.name for entry in entries}:
         return None
@@ -743,12 +743,12 @@ def holder(storage: Storage) -> Claim | None:
 
 def claim_names(storage: Storage) -> list[int]:
     """Return the numbers of all claims on the run, the lowest first."""
-    return _numbers(_entries(storage, layout.LEASE))
+    return _numbers(_entries(storage, paths.LEASE))
 
 
 def foreign_claims(storage: Storage) -> list[str]:
     """Return the names in `lease/` that state a number to which no writer has counted."""
-    return [entry.name for entry in storage.entries(layout.LEASE) if _is_foreign(entry.name)]
+    return [entry.name for entry in storage.entries(paths.LEASE) if _is_foreign(entry.name)]
 
 
 def _is_foreign(name: str) -> bool:
@@ -758,13 +758,13 @@ def _is_foreign(name: str) -> bool:
 
 def reader_claims(storage: Storage) -> list[tuple[str, Claim | DamagedRecordError | None]]:
     """Return the name of each mark of a reader, and its claim, or what is wrong with it; None when it is gone."""
-    names = [entry.name for entry in storage.entries(layout.READERS) if entry.name.endswith(_CLAIM)]
+    names = [entry.name for entry in storage.entries(paths.READERS) if entry.name.endswith(_CLAIM)]
     return [(name, _claim_or_damage(storage, name.removesuffix(_CLAIM))) for name in names]
 
 
 def _claim_or_damage(storage: Storage, name: str) -> Claim | DamagedRecordError | None:
     try:
-        return _read_claim(storage, layout.READERS, name)
+        return _read_claim(storage, paths.READERS, name)
     except DamagedRecordError as error:
         return error
 

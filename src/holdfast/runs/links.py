@@ -18,7 +18,7 @@ import string
 from collections.abc import Iterable, Iterator, Mapping
 
 from holdfast.errors import UnsafeContentError, UsageError
-from holdfast.ondisk.layout import LATEST_LINK, MAX_NAME_CHARACTERS, RUN_KEY, safe_relative
+from holdfast.ondisk.paths import LATEST_LINK, MAX_NAME_CHARACTERS, RUN_KEY, safe_relative
 
 __all__ = ["LinkTemplate", "Value"]
 

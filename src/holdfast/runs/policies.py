@@ -21,7 +21,7 @@ from operator import attrgetter
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
 from holdfast.errors import UsageError
-from holdfast.ondisk.layout import MAX_STEP, as_integer, check_step
+from holdfast.ondisk.paths import MAX_STEP, as_integer, check_step
 
 __all__ = [
     "AnyOf",

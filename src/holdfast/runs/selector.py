@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from holdfast.errors import UsageError
-from holdfast.ondisk.layout import MAX_STEP, as_integer, check_step, parse_folder
 from holdfast.ondisk.manifest import RankingMode
+from holdfast.ondisk.paths import MAX_STEP, as_integer, check_step, parse_folder
 
 Kind = Literal["latest", "best", "step", "tag", "folder"]
 

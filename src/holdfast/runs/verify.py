@@ -14,7 +14,7 @@ from blake3 import blake3
 from holdfast.errors import HoldfastError, KeyDamagedError, KeyMissingError, StorageError, UsageError
 from holdfast.ondisk.dtypes import element_type
 from holdfast.ondisk.manifest import ChunkRecord, FileRecord, TensorRecord, tensor_file_digest
-from holdfast.ondisk.tensorfile import header_length, parse_header
+from holdfast.ondisk.safetensors import header_length, parse_header
 from holdfast.runs.catalog import Checkpoint
 from holdfast.runs.report import Problem, Report
 from holdfast.storage.base import Source

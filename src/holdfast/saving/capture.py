@@ -15,9 +15,9 @@ import torch
 from blake3 import blake3
 
 from holdfast.errors import UsageError
-from holdfast.ondisk import layout
-from holdfast.ondisk.boxes import Cut, whole
+from holdfast.ondisk import paths
 from holdfast.ondisk.manifest import MeshRecord
+from holdfast.ondisk.regions import Cut, whole
 from holdfast.state.frozen import take_frozen
 from holdfast.state.names import cut_at, cuts_of, models_of, random_state_last, scope_of
 from holdfast.state.records import CapturedTree, CarriedTree, FrozenEntry, Inventory, PartEntry, TreeEntry
@@ -172,7 +172,7 @@ def _parts_of(
     meshes = set()
     for path, tensor in tree.tensors.items():
         cut, mesh = cut_at(cuts, path, tensor), -1
-        box, _ = held_piece(tensor, leaf=layout.leaf_name(tree.component, path), cut=cut)
+        box, _ = held_piece(tensor, leaf=paths.leaf_name(tree.component, path), cut=cut)
         if is_sharded(tensor):
             meshes.add(mesh_of(tensor))
             mesh = mesh_ranks.setdefault(ranks_of(tensor), len(mesh_ranks))

@@ -28,7 +28,7 @@ from holdfast.errors import (
     UnsupportedFormatError,
     UsageError,
 )
-from holdfast.ondisk import layout
+from holdfast.ondisk import paths
 from holdfast.ondisk.codec import Json
 from holdfast.ondisk.manifest import MeshRecord, Ranking, TensorRecord, TreeRecord
 from holdfast.runs.catalog import Catalog, Checkpoint
@@ -321,7 +321,7 @@ class Leader:
             self._catalog.open_run()
             self._attempts = self._catalog.attempts()
         self._attempts[step] = max(self._attempts.get(step, 0) + 1, self._first_attempt(step))
-        return layout.folder_name(step, self._attempts[step])
+        return paths.folder_name(step, self._attempts[step])
 
     def _first_attempt(self, step: int) -> int:
         """The lowest number of an attempt whose name no writer before this one can still be deleting."""

@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 
 from holdfast.errors import UsageError
-from holdfast.ondisk import layout
-from holdfast.ondisk.boxes import whole
+from holdfast.ondisk import paths
 from holdfast.ondisk.codec import Json
 from holdfast.ondisk.files import PlainFile, TensorFile
 from holdfast.ondisk.manifest import BLOCK_BYTES
-from holdfast.ondisk.tensorfile import Frame, FramedChunk, frame
+from holdfast.ondisk.regions import whole
+from holdfast.ondisk.safetensors import Frame, FramedChunk, frame
 from holdfast.state.records import Duty, Inventory
 from holdfast.state.tensors import source_of
 
@@ -38,19 +38,19 @@ class FileLayout:
 
 def lay_out(inventory: Inventory, duty: Duty, *, rank: int) -> list[FileLayout]:
     """The tensor files that this rank writes. The same as long as the structure of the state is."""
-    names = [layout.tree_name(tree.component, scope) for tree, scope in zip(inventory.trees, duty.scopes, strict=True)]
+    names = [paths.tree_name(tree.component, scope) for tree, scope in zip(inventory.trees, duty.scopes, strict=True)]
     chunks: list[FramedChunk] = []
     parts: dict[str, int] = {}
     for index in duty.parts:
         part = inventory.parts[index]
-        leaf = layout.leaf_name(names[part.tree], part.path)
+        leaf = paths.leaf_name(names[part.tree], part.path)
         box = whole(part.shape) if 0 in part.shape else part.box
         chunks.append(FramedChunk.of(leaf, part.dtype, box))
         parts[leaf] = index
     files = []
     for number, group in enumerate(split(chunks)):
         framed = frame(group)
-        files.append(FileLayout(layout.tensor_file(rank, number), framed, tuple(parts[c.leaf] for c in framed.chunks)))
+        files.append(FileLayout(paths.tensor_file(rank, number), framed, tuple(parts[c.leaf] for c in framed.chunks)))
     return files
 
 
@@ -93,7 +93,7 @@ def asset_files(assets: Sequence[Path]) -> list[PlainFile]:
             raise UsageError(f"the asset {asset} is not there any more")
         for path in sorted(asset.rglob("*")) if asset.is_dir() else [asset]:
             if path.is_file():
-                name = layout.safe_relative(f"{layout.ASSETS}/{path.relative_to(asset.parent).as_posix()}")
+                name = paths.safe_relative(f"{paths.ASSETS}/{path.relative_to(asset.parent).as_posix()}")
                 found.append(PlainFile(name, path.stat().st_size, partial(_pieces_of_file, path)))
     return found
 

@@ -26,7 +26,7 @@ import msgspec
 import torch
 
 from holdfast.errors import HoldfastError, KeyMissingError, StorageError, UsageError
-from holdfast.ondisk import layout
+from holdfast.ondisk import paths
 from holdfast.ondisk.files import PlainFile
 from holdfast.ranks.ranks import Ranks, on_leader
 from holdfast.runs.catalog import Catalog, Checkpoint
@@ -512,7 +512,7 @@ class Saver:
             )
         except (Exception, KeyboardInterrupt):
             # Safe also when only this rank gave up: the commit waits for every rank to have passed this agreement.
-            _discard([*created, layout.ATTEMPT] if self._ranks.rank == 0 else created, folder, self._catalog)
+            _discard([*created, paths.ATTEMPT] if self._ranks.rank == 0 else created, folder, self._catalog)
             raise
 
     def _write(self, work: _Work, pending: PendingSave, created: list[str]) -> Receipt:
@@ -665,8 +665,8 @@ class Saver:
         mine: dict[str, dict[str, Any]] = {}
         for index in duty.trees:
             tree, scope = captured.trees[index], duty.scopes[index]
-            file = layout.SHARED_VALUES if scope == "" and rank == 0 else layout.values_file(rank)
-            mine.setdefault(file, {})[layout.tree_name(tree.component, scope)] = msgspec.Raw(captured.texts[index])
+            file = paths.SHARED_VALUES if scope == "" and rank == 0 else paths.values_file(rank)
+            mine.setdefault(file, {})[paths.tree_name(tree.component, scope)] = msgspec.Raw(captured.texts[index])
         for merged in self._leader.trees if rank == 0 else ():
             if merged.merged is not None:
                 mine.setdefault(merged.file, {})[merged.name] = merged.merged
@@ -813,8 +813,8 @@ def _raise(error: BaseException) -> tuple[SaveRequest, Capture]:
 
 def _names_of(job: Job, images: Sequence[Image]) -> tuple[str, ...]:
     """The files of a rank's part: first what says that the others are there, last what says that they will be."""
-    last = layout.ATTEMPT if job.rank == 0 else ""
-    first = layout.receipt_file(job.rank) if job.rank != 0 else ""
+    last = paths.ATTEMPT if job.rank == 0 else ""
+    first = paths.receipt_file(job.rank) if job.rank != 0 else ""
     files = [*(image.name for image in images), *(file.name for file in job.plain)]
     return tuple(filter(None, (first, *files, last)))
 
@@ -833,7 +833,7 @@ def _discard(names: Sequence[str], folder: str, catalog: Catalog) -> None:
     """Give back the room that an attempt took. Only called when no manifest can be there; what stays is debris."""
     for name in names:
         try:
-            catalog.storage.delete(layout.key(folder, name))
+            catalog.storage.delete(paths.key(folder, name))
         except StorageError as error:
             logger.debug("could not remove %s of an abandoned attempt: %s", name, error)
 

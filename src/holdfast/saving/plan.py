@@ -17,11 +17,11 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from holdfast.errors import UsageError
-from holdfast.ondisk import layout
-from holdfast.ondisk.boxes import Box, cover_exactly
+from holdfast.ondisk import paths
 from holdfast.ondisk.codec import Json
 from holdfast.ondisk.dtypes import ELEMENT_TYPES
 from holdfast.ondisk.merging import references, union_of
+from holdfast.ondisk.regions import Box, cover_exactly
 from holdfast.state.records import Duty, Inventory, PartEntry, ReplicaSet, TreeEntry, ranks_in_words
 
 Replicas = Literal["compare", "trust"]
@@ -54,11 +54,11 @@ class TreePlan:
 
     @property
     def name(self) -> str:
-        return layout.tree_name(self.component, self.scope)
+        return paths.tree_name(self.component, self.scope)
 
     @property
     def file(self) -> str:
-        return layout.SHARED_VALUES if self.scope == "" and self.owner == 0 else layout.values_file(self.owner)
+        return paths.SHARED_VALUES if self.scope == "" and self.owner == 0 else paths.values_file(self.owner)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def plan(inventories: Sequence[Inventory], replicas: Replicas = "compare") -> Gl
             trees=tuple(
                 index
                 for index, tree in enumerate(inventory.trees)
-                if trees[layout.tree_name(tree.component, scopes[rank][index])].owner == rank
+                if trees[paths.tree_name(tree.component, scopes[rank][index])].owner == rank
             ),
             parts=tuple(parts[rank]),
         )
@@ -113,7 +113,7 @@ def _agree_on_scopes(inventories: Sequence[Inventory]) -> list[tuple[str, ...]]:
     def scope(rank: int, tree: TreeEntry) -> str:
         if tree.scope is not None:
             return tree.scope
-        return "" if tree.component in shared else layout.rank_scope(rank)
+        return "" if tree.component in shared else paths.rank_scope(rank)
 
     return [tuple(scope(rank, tree) for tree in inventory.trees) for rank, inventory in enumerate(inventories)]
 
@@ -123,7 +123,7 @@ def _assign_trees(inventories: Sequence[Inventory], scopes: Sequence[tuple[str, 
     holders: dict[str, list[tuple[int, TreeEntry]]] = {}
     for rank, inventory in enumerate(inventories):
         for tree, scope in zip(inventory.trees, scopes[rank], strict=True):
-            holders.setdefault(layout.tree_name(tree.component, scope), []).append((rank, tree))
+            holders.setdefault(paths.tree_name(tree.component, scope), []).append((rank, tree))
     trees = {}
     for name, held in holders.items():
         owner, first = held[0]
@@ -135,7 +135,7 @@ def _assign_trees(inventories: Sequence[Inventory], scopes: Sequence[tuple[str, 
             pass
         elif all(tree.united for _, tree in held):
             merged, owner = reduce(union_of, (msgspec.msgpack.decode(tree.values) for _, tree in held)), 0
-        elif first.kind != "values" and not layout.is_rank_scope(scope):
+        elif first.kind != "values" and not paths.is_rank_scope(scope):
             # The ranks that share a per-rank state do so on the user's word: the first one's counts.
             merged, owner = _merge(first.component, scope, [tree for _, tree in held]), 0
         # Ranks of a pipeline may name their parts of a model differently: then no one component has all parameters.
@@ -198,7 +198,7 @@ def _named(
 ) -> dict[str, _Holding]:
     """Leave out what a rank holds under a key of which an earlier rank's value counts: no tree names it."""
     named = {
-        name: {layout.leaf_name(name, reference) for reference in references(tree.merged)}
+        name: {paths.leaf_name(name, reference) for reference in references(tree.merged)}
         for name, tree in trees.items()
         if tree.merged is not None and tree.kind == "values"
     }
@@ -360,10 +360,10 @@ def _collect_holdings(inventories: Sequence[Inventory], scopes: Sequence[tuple[s
     holdings: dict[str, _Holding] = {}
     for rank, inventory in enumerate(inventories):
         names = [
-            layout.tree_name(tree.component, scope) for tree, scope in zip(inventory.trees, scopes[rank], strict=True)
+            paths.tree_name(tree.component, scope) for tree, scope in zip(inventory.trees, scopes[rank], strict=True)
         ]
         for index, part in enumerate(inventory.parts):
-            name = layout.leaf_name(names[part.tree], part.path)
+            name = paths.leaf_name(names[part.tree], part.path)
             holding = holdings.get(name)
             if holding is None:
                 leaf = LeafPlan(name, part.dtype, part.shape, part.sharded)

@@ -19,7 +19,7 @@ import torch
 
 from holdfast.errors import HoldfastError
 from holdfast.ondisk.files import PlainFile
-from holdfast.ondisk.tensorfile import SMALL_BYTES
+from holdfast.ondisk.safetensors import SMALL_BYTES
 from holdfast.saving.files import FileLayout
 from holdfast.saving.staging.arena import PAGE_BYTES, Arena
 from holdfast.saving.staging.budget import own_processors

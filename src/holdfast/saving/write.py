@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from blake3 import blake3
 
-from holdfast.ondisk import layout
+from holdfast.ondisk import paths
 from holdfast.ondisk.files import HostMemory, Pieces, PlainFile, TensorFile
 from holdfast.ondisk.manifest import BLOCK_BYTES, ChunkRecord, FileRecord, digest_of, tensor_file_digest
 from holdfast.state.records import Receipt
@@ -39,7 +39,7 @@ def write(
     for plain_file in plain:
         files.append(_write_plain_file(folder, plain_file, storage, on_created))
     # The names go down before the receipt does: a manifest may only ever name what a power cut cannot take away.
-    for place in sorted({layout.key(folder, file.name).rpartition("/")[0] for file in files}, reverse=True):
+    for place in sorted({paths.key(folder, file.name).rpartition("/")[0] for file in files}, reverse=True):
         storage.sync(place)
     return Receipt(tuple(files), tuple(chunks))
 
@@ -53,7 +53,7 @@ def _write_tensor_file(
 ) -> tuple[FileRecord, list[tuple[str, ChunkRecord]]]:
     frame = file.frame
     chunks: list[tuple[str, ChunkRecord]] = []
-    with storage.create(layout.key(folder, file.name), frame.size_bytes) as sink:
+    with storage.create(paths.key(folder, file.name), frame.size_bytes) as sink:
         on_created(file.name)
         tray = _Tray(sink, on_bytes)
         sink.write(frame.header)
@@ -120,7 +120,7 @@ class _Tray:
 
 def _write_plain_file(folder: str, file: PlainFile, storage: Storage, on_created: Callable[[str], None]) -> FileRecord:
     state = blake3()
-    with storage.create(layout.key(folder, file.name), file.size_bytes) as sink:
+    with storage.create(paths.key(folder, file.name), file.size_bytes) as sink:
         on_created(file.name)
         for piece in file.pieces():
             state.update(piece)

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from holdfast.errors import UsageError
-from holdfast.ondisk.boxes import Cut
-from holdfast.ondisk.layout import rank_scope, stage_scope
+from holdfast.ondisk.paths import rank_scope, stage_scope
+from holdfast.ondisk.regions import Cut
 from holdfast.state.records import TreeKind
 from holdfast.state.wrappers import PerRank, RNGState, Sharded, Shared, Trainable, has_plain_state
 

@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from holdfast.ondisk import layout
-from holdfast.ondisk.boxes import Box
+from holdfast.ondisk import paths
 from holdfast.ondisk.codec import Json
 from holdfast.ondisk.manifest import ChunkRecord, FileRecord, MeshRecord
+from holdfast.ondisk.regions import Box
 
 _SHOWN_RANKS = 8
 
@@ -43,7 +43,7 @@ class CapturedTree:
 
     @property
     def name(self) -> str:
-        return layout.tree_name(self.component, self.scope or "")
+        return paths.tree_name(self.component, self.scope or "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.weak import WeakIdKeyDictionary
 
 from holdfast.errors import StateMismatchError, UsageError
-from holdfast.ondisk import layout
+from holdfast.ondisk import paths
 from holdfast.ondisk.codec import encode
 from holdfast.state.loaders import shield_random_state
 from holdfast.state.names import (
@@ -336,7 +336,7 @@ def _collector(
     def note(full_path: str, tensor: torch.Tensor) -> str:
         check_storable(tensor, component=component, leaf=full_path)
         path = full_path[len(component) + 1 :]
-        if len(full_path) + len("@stage-00000") > layout.MAX_NAME_CHARACTERS:
+        if len(full_path) + len("@stage-00000") > paths.MAX_NAME_CHARACTERS:
             raise UsageError(f"a leaf's name has {len(full_path)} characters", component=component, leaf=full_path[:80])
         place = address(tensor)
         first = known.get(place) if place else ties().get(path)

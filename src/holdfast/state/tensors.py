@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import UninitializedTensorMixin
 
 from holdfast.errors import HoldfastError, StateMismatchError, UsageError
-from holdfast.ondisk.boxes import Box, Cut, strides_of, whole
 from holdfast.ondisk.codec import Flattened, Subclass, encode, registered_tensor, subclass_of
 from holdfast.ondisk.dtypes import ELEMENT_TYPES
 from holdfast.ondisk.files import HostMemory, Pieces
 from holdfast.ondisk.manifest import MeshRecord
+from holdfast.ondisk.regions import Box, Cut, strides_of, whole
 
 if sys.byteorder != "little":
     raise ImportError("Holdfast stores tensors as they lie in memory, which its format wants little end first")

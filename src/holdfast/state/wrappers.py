@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from holdfast.errors import StateMismatchError, UsageError
-from holdfast.ondisk.layout import check_component_name
+from holdfast.ondisk.paths import check_component_name
 
 __all__ = ["PerRank", "RNGState", "Sharded", "Shared", "Trainable", "get_rng_state", "set_rng_state"]
 

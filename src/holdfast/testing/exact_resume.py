@@ -19,8 +19,8 @@ from typing import Any
 from holdfast.errors import UsageError
 from holdfast.manager.functions import checkpoints
 from holdfast.ondisk.codec import Json, plain, typed
+from holdfast.ondisk.decoding import from_json
 from holdfast.ondisk.manifest import TensorRecord, TreeRecord
-from holdfast.ondisk.wire import from_json
 from holdfast.runs.catalog import Checkpoint
 from holdfast.state.wrappers import RNGState
 from holdfast.testing.processes import StartMethod, run_ranks, values

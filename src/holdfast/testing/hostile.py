@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from holdfast.errors import UsageError
-from holdfast.ondisk import layout
-from holdfast.ondisk.wire import encode_record
+from holdfast.ondisk import paths
+from holdfast.ondisk.decoding import encode_record
 from holdfast.runs.process_identity import this_process
 
 __all__ = ["HostileRun", "hostile_runs"]
@@ -97,34 +97,34 @@ def hostile_runs(
 
 def _complete(run: Path) -> dict[str, str]:
     """Add what the run lacks, and return the key of one record of each kind."""
-    folders = sorted(path.name for path in run.iterdir() if (path / layout.MANIFEST).is_file())
+    folders = sorted(path.name for path in run.iterdir() if (path / paths.MANIFEST).is_file())
     if not folders:
         raise UsageError(f"{run} has no checkpoint", advice="save one first")
     newest = folders[-1]
-    parsed = layout.parse_folder(newest)
-    attempt = layout.folder_name(parsed.step + 1 if parsed is not None else 1, 999)
+    parsed = paths.parse_folder(newest)
+    attempt = paths.folder_name(parsed.step + 1 if parsed is not None else 1, 999)
     shutil.copytree(run / newest, run / attempt)
-    (run / attempt / layout.MANIFEST).unlink()
+    (run / attempt / paths.MANIFEST).unlink()
     here = this_process()
     # No system gives such a number to a process: whoever looks sees that it is gone.
     gone = {"host": here.host, "machine": here.machine, "process": 2**31 - 1, "birth": 1}
     claim = {"holder": gone, "started": "2026-01-01T00:00:00+00:00", "timeout_seconds": 60.0, "token": "0" * 32}
-    digest = json.loads((run / newest / layout.MANIFEST).read_bytes())["digest"]
+    digest = json.loads((run / newest / paths.MANIFEST).read_bytes())["digest"]
     note = {"checkpoint": digest, "created": "2026-01-01T00:00:00+00:00", "tag": "hostile"}
-    number = 1 + max([0, *(int(path.name[:9]) for path in (run / layout.LEASE).glob("?????????.json"))])
+    number = 1 + max([0, *(int(path.name[:9]) for path in (run / paths.LEASE).glob("?????????.json"))])
     records: dict[str, tuple[str, bytes]] = {
-        "note": (f"{layout.NOTES}/{newest}--000900.json", encode_record(note)),
-        "claim": (f"{layout.LEASE}/{number:09d}.json", encode_record(claim)),
-        "heartbeat": (f"{layout.LEASE}/{number:09d}.beat-000000001", b"2026-01-01T00:00:00+00:00\n"),
-        "reader": (f"{layout.READERS}/{newest}--hostile.json", encode_record(claim)),
-        "receipt": (f"{attempt}/{layout.receipt_file(1)}", encode_record({"token": "", "receipt": [[], []]})),
+        "note": (f"{paths.NOTES}/{newest}--000900.json", encode_record(note)),
+        "claim": (f"{paths.LEASE}/{number:09d}.json", encode_record(claim)),
+        "heartbeat": (f"{paths.LEASE}/{number:09d}.beat-000000001", b"2026-01-01T00:00:00+00:00\n"),
+        "reader": (f"{paths.READERS}/{newest}--hostile.json", encode_record(claim)),
+        "receipt": (f"{attempt}/{paths.receipt_file(1)}", encode_record({"token": "", "receipt": [[], []]})),
     }
     for key, data in records.values():
         _written(run / key, data)
     return {
-        "run": layout.RUN_KEY,
-        "attempt": f"{attempt}/{layout.ATTEMPT}",
-        "committed attempt": f"{newest}/{layout.ATTEMPT}",
+        "run": paths.RUN_KEY,
+        "attempt": f"{attempt}/{paths.ATTEMPT}",
+        "committed attempt": f"{newest}/{paths.ATTEMPT}",
         **{kind: key for kind, (key, _) in records.items()},
     }
 
@@ -232,25 +232,25 @@ _DAMAGES: dict[str, Callable[[Path], None]] = {
     "a sparse file of 1 GiB": _replaced(_make_sparse),
 }
 
-_FOLDERS = (layout.LEASE, layout.READERS)
+_FOLDERS = (paths.LEASE, paths.READERS)
 _PLACES: dict[str, Callable[[Path], object]] = {
     "an empty file": Path.touch,
     "a file": lambda path: path.write_bytes(b"what is this\n"),
     "a FIFO": os.mkfifo,
     "a link to nowhere": lambda path: path.symlink_to("nowhere"),
-    "a link to a folder": lambda path: path.symlink_to(layout.NOTES),
+    "a link to a folder": lambda path: path.symlink_to(paths.NOTES),
     "a socket": _make_socket,
 }
 
 _NAMES = {
-    "a claim with a 20-digit number": f"{layout.LEASE}/{_HUGE}.json",
-    "a claim with a 19-digit number": f"{layout.LEASE}/{10**19 - 1}.json",
-    "a claim with the highest 15-digit number": f"{layout.LEASE}/{10**15 - 1}.json",
-    "a claim with the one below": f"{layout.LEASE}/{10**15 - 2}.json",
-    "a folder with a claim's highest number": f"{layout.LEASE}/{10**15 - 1}.json/inside",
-    "a heartbeat that is no count": f"{layout.LEASE}/000000001.beat-²",
-    "a floor above all steps": f"{layout.LEASE}/000000001.floor-{2**63 - 1}.999999999",
-    "a note with an 18-digit number": f"{layout.NOTES}/step-000000001--{10**18 - 1}.json",
-    "an attempt with the highest number": f"step-000000001.999999999/{layout.ATTEMPT}",
-    "a step above all": f"step-{2**63 - 1}/{layout.ATTEMPT}",
+    "a claim with a 20-digit number": f"{paths.LEASE}/{_HUGE}.json",
+    "a claim with a 19-digit number": f"{paths.LEASE}/{10**19 - 1}.json",
+    "a claim with the highest 15-digit number": f"{paths.LEASE}/{10**15 - 1}.json",
+    "a claim with the one below": f"{paths.LEASE}/{10**15 - 2}.json",
+    "a folder with a claim's highest number": f"{paths.LEASE}/{10**15 - 1}.json/inside",
+    "a heartbeat that is no count": f"{paths.LEASE}/000000001.beat-²",
+    "a floor above all steps": f"{paths.LEASE}/000000001.floor-{2**63 - 1}.999999999",
+    "a note with an 18-digit number": f"{paths.NOTES}/step-000000001--{10**18 - 1}.json",
+    "an attempt with the highest number": f"step-000000001.999999999/{paths.ATTEMPT}",
+    "a step above all": f"step-{2**63 - 1}/{paths.ATTEMPT}",
 }

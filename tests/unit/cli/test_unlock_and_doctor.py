@@ -15,7 +15,7 @@ import torch
 from msgspec import structs
 
 import holdfast
-from holdfast.ondisk.wire import encode_record
+from holdfast.ondisk.decoding import encode_record
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.lease import Claim, Lease
 from holdfast.runs.process_identity import this_process

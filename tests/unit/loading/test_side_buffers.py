@@ -8,8 +8,8 @@ import torch
 
 from holdfast.loading.side_buffers import Shadows, room_on
 from holdfast.loading.targets import Request
-from holdfast.ondisk.boxes import whole
 from holdfast.ondisk.manifest import TensorRecord
+from holdfast.ondisk.regions import whole
 
 
 def request(tensor: torch.Tensor, name: str = "t") -> Request:

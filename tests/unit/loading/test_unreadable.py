@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import holdfast
 from holdfast.cli import app
 from holdfast.errors import StorageError
-from holdfast.ondisk import layout
+from holdfast.ondisk import paths
 from holdfast.storage.local.local import LocalStorage
 from holdfast.testing import FlakyStorage, MemoryStorage
 
@@ -66,7 +66,7 @@ def trained(storage: Any, steps: int = 3) -> list[torch.Tensor]:
 
 def contents(memory: MemoryStorage) -> dict[str, bytes]:
     """All that a run holds, but for who writes to it."""
-    return {key: value for key, value in memory._values.items() if not key.startswith(f"{layout.LEASE}/")}
+    return {key: value for key, value in memory._values.items() if not key.startswith(f"{paths.LEASE}/")}
 
 
 # A restore
@@ -114,7 +114,7 @@ def test_a_read_of_a_restore_that_fails_for_ever_raises_and_changes_nothing() ->
 
     # A place that cannot be read fails every read that touches it, so all reads of a file fail together.
     names = {re.sub(r"(read_into \S+) .*", r"\1 *", name) for name in reads_of_a_restore(memory)}
-    names.discard(f"entries {layout.READERS}")  # read to clean up after the restore, which must not fail for that
+    names.discard(f"entries {paths.READERS}")  # read to clean up after the restore, which must not fail for that
     cases = [(name, code) for name in sorted(names) for code in (errno.EIO, errno.EACCES)]
     with ThreadPoolExecutor(16) as pool:  # they wait, most of the time
         for name, message in pool.map(lambda case: restore(*case), cases):

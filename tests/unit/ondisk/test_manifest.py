@@ -15,8 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import CorruptCheckpointError, HoldfastError, UnsafeContentError, UnsupportedFormatError
-from holdfast.ondisk import layout
-from holdfast.ondisk.boxes import Box
+from holdfast.ondisk import paths
 from holdfast.ondisk.dtypes import ELEMENT_TYPES, element_type
 from holdfast.ondisk.manifest import (
     FORMAT,
@@ -32,6 +31,7 @@ from holdfast.ondisk.manifest import (
     digest_of,
     encode_manifest,
 )
+from holdfast.ondisk.regions import Box
 
 steady = settings(derandomize=True, deadline=None, max_examples=150)
 
@@ -46,7 +46,7 @@ def chunk(file: str, start: int, offsets: tuple[int, ...], sizes: tuple[int, ...
 
 def small() -> Manifest:
     """Two tensors in three chunks in two files, and values."""
-    first, second = layout.tensor_file(0), layout.tensor_file(1)
+    first, second = paths.tensor_file(0), paths.tensor_file(1)
     return Manifest(
         run_id="run",
         folder="step-000000500",
@@ -123,19 +123,19 @@ def manifests(draw: st.DrawFn) -> Manifest:
             if columns == 0 and rank:
                 break
             sizes = (rows if columns == 0 else end - begin, columns)
-            piece = chunk(layout.tensor_file(rank), ends[rank], (begin, 0), sizes, element_type(dtype).item_bytes)
+            piece = chunk(paths.tensor_file(rank), ends[rank], (begin, 0), sizes, element_type(dtype).item_bytes)
             ends[rank] += piece.box.volume * element_type(dtype).item_bytes
             chunks.append(piece)
         tensors.append(TensorRecord(name=name, dtype=dtype, shape=(rows, columns), chunks=tuple(chunks)))
     files = [
-        FileRecord(name=layout.tensor_file(rank), size_bytes=end, digest=DIGEST, header_bytes=4096)
+        FileRecord(name=paths.tensor_file(rank), size_bytes=end, digest=DIGEST, header_bytes=4096)
         for rank, end in enumerate(ends)
     ]
-    step = draw(st.integers(0, layout.MAX_STEP))
+    step = draw(st.integers(0, paths.MAX_STEP))
     return msgspec.structs.replace(
         small(),
         step=step,
-        folder=layout.folder_name(step, draw(st.integers(1, 99))),
+        folder=paths.folder_name(step, draw(st.integers(1, 99))),
         sequence=draw(st.integers(0, MAX_SEQUENCE)),
         parent=draw(st.none() | st.just(DIGEST)),
         files=(

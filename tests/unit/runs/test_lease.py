@@ -21,7 +21,7 @@ import torch
 
 from holdfast.errors import DamagedRecordError, KeyExistsError, RunInUseError, StorageError
 from holdfast.manager.functions import prune
-from holdfast.ondisk.layout import Floor
+from holdfast.ondisk.paths import Floor
 from holdfast.ranks.ranks import Alone
 from holdfast.runs.attempts import MAX_LEASE_NUMBER
 from holdfast.runs.catalog import Catalog

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
-from holdfast.ondisk.layout import folder_name, safe_relative
+from holdfast.ondisk.paths import folder_name, safe_relative
 from holdfast.runs.links import LinkTemplate
 
 steady = settings(derandomize=True, deadline=None, max_examples=150)

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
-from holdfast.ondisk import layout
+from holdfast.ondisk import paths
 from holdfast.runs.selector import Selector, check_tag, is_tag, parse_selector
 
 steady = settings(derandomize=True, deadline=None, max_examples=400)
@@ -25,11 +25,11 @@ TAGS = st.from_regex(r"[A-Za-z][A-Za-z0-9._-]{0,63}", fullmatch=True).filter(
 WORDS = ("best", "latest", "min", "max", ":", "@", "step-", "0", "9" * 19, ".", " ")
 SELECTORS = st.one_of(
     st.just(Selector("latest")),
-    st.builds(lambda step: Selector("step", step=step), st.integers(0, layout.MAX_STEP)),
+    st.builds(lambda step: Selector("step", step=step), st.integers(0, paths.MAX_STEP)),
     st.builds(lambda name: Selector("tag", name=name), TAGS),
     st.builds(
-        lambda step, attempt: Selector("folder", name=layout.folder_name(step, attempt)),
-        st.integers(0, layout.MAX_STEP),
+        lambda step, attempt: Selector("folder", name=paths.folder_name(step, attempt)),
+        st.integers(0, paths.MAX_STEP),
         st.integers(1, 999),
     ),
     st.builds(lambda name, mode: Selector("best", name=name, mode=mode), METRICS, st.sampled_from(["min", "max"])),
@@ -84,7 +84,7 @@ def test_any_text_is_a_selector_or_a_usage_error(text: str) -> None:
 @example(number=10**5000)
 @steady
 def test_an_int_is_a_step_or_a_usage_error(number: int) -> None:
-    if 0 <= number <= layout.MAX_STEP:
+    if 0 <= number <= paths.MAX_STEP:
         assert parse_selector(number) == Selector("step", step=number)
     else:
         with pytest.raises(UsageError):

@@ -12,8 +12,7 @@ from blake3 import blake3
 
 import holdfast
 from holdfast.errors import HoldfastError, SaveFailedError, UsageError
-from holdfast.ondisk import layout
-from holdfast.ondisk.boxes import Box
+from holdfast.ondisk import paths
 from holdfast.ondisk.manifest import (
     MAX_MANIFEST_BYTES,
     MAX_SEQUENCE,
@@ -22,7 +21,8 @@ from holdfast.ondisk.manifest import (
     encode_manifest,
     require_readable,
 )
-from holdfast.ondisk.tensorfile import MAX_HEADER_BYTES, FramedChunk, frame
+from holdfast.ondisk.regions import Box
+from holdfast.ondisk.safetensors import MAX_HEADER_BYTES, FramedChunk, frame
 from holdfast.runs.catalog import Catalog
 from holdfast.testing import MemoryStorage
 
@@ -143,7 +143,7 @@ def test_a_note_that_could_not_be_read_again_is_refused() -> None:
 
 def test_a_made_up_number_of_a_note_does_not_use_up_the_numbers_after_it() -> None:
     memory = saved(1)
-    memory.put(f"{layout.NOTES}/step-000000001--{10**18 - 1}.json", b"{}")
+    memory.put(f"{paths.NOTES}/step-000000001--{10**18 - 1}.json", b"{}")
     with manager_of(memory) as manager:
         manager.tag(1, "gold")
     assert holdfast.resolve(memory, 1).tags == ("gold",)
@@ -151,7 +151,7 @@ def test_a_made_up_number_of_a_note_does_not_use_up_the_numbers_after_it() -> No
 
 def test_a_made_up_number_of_an_attempt_does_not_use_up_the_names_after_it() -> None:
     memory = saved(1)
-    memory.put(f"step-000000002.{layout.MAX_ATTEMPT}/attempt.json", b"{}")
+    memory.put(f"step-000000002.{paths.MAX_ATTEMPT}/attempt.json", b"{}")
     with manager_of(memory) as manager:
         manager.restore()
         manager.save(2)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from holdfast.errors import UsageError
-from holdfast.ondisk.boxes import whole
+from holdfast.ondisk.regions import whole
 from holdfast.runs.catalog import Catalog
 from holdfast.saving.coordinator import Leader, SaveRequest
 from holdfast.state.records import Brief, Inventory, PartEntry, Sample, TreeEntry

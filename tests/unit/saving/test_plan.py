@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from holdfast.errors import UsageError
-from holdfast.ondisk.boxes import Box, whole
+from holdfast.ondisk.regions import Box, whole
 from holdfast.saving.plan import SAMPLED_PARTS, _regions, plan
 from holdfast.state.records import Inventory, PartEntry, ReplicaSet, TreeEntry
 

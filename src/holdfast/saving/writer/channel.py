@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.ondisk.wire import json_decoder
+from holdfast.ondisk.decoding import json_decoder
 
 __all__ = ["Line"]
 

@@ -14,7 +14,7 @@ from itertools import islice
 
 from blake3 import blake3
 
-from holdfast.ondisk import layout
+from holdfast.ondisk import paths
 from holdfast.ondisk.manifest import BLOCK_BYTES, ChunkRecord, FileRecord, tensor_file_digest
 from holdfast.saving.staging.arena import Arena
 from holdfast.saving.staging.budget import own_processors
@@ -55,12 +55,12 @@ def drain(
         if images and not eager:
             _be_patient(arena, images[-1].end, check_source)
         for image in images:
-            with storage.create(layout.key(folder, image.name), image.size_bytes) as sink:
+            with storage.create(paths.key(folder, image.name), image.size_bytes) as sink:
                 on_created(image.name)
                 _write_image(image, arena, sink, check_source)
         files = []
         for one in plain:
-            with storage.create(layout.key(folder, one.name), one.size_bytes) as sink:
+            with storage.create(paths.key(folder, one.name), one.size_bytes) as sink:
                 on_created(one.name)
                 files.append(_write_plain(one, arena, sink))
     except BaseException:
@@ -69,7 +69,7 @@ def drain(
     tensor_files, chunks = digesting.result()
     names = [*(file.name for file in tensor_files), *(file.name for file in files)]
     # The names go down before the receipt does: a manifest may only ever name what a power cut cannot take away.
-    for place in sorted({layout.key(folder, name).rpartition("/")[0] for name in names}, reverse=True):
+    for place in sorted({paths.key(folder, name).rpartition("/")[0] for name in names}, reverse=True):
         storage.sync(place)
     return Receipt((*tensor_files, *files), tuple(chunks))
 

@@ -21,8 +21,8 @@ from holdfast.errors import (
     SaveFailedError,
     error_record,
 )
-from holdfast.ondisk import layout
-from holdfast.ondisk.wire import encode_record, read_record
+from holdfast.ondisk import paths
+from holdfast.ondisk.decoding import encode_record, read_record
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.lease import Heart
 from holdfast.saving.commit import commit
@@ -148,7 +148,7 @@ class _Writer:
         if job.rank == 0:
             catalog.open_run()
             self._claim(job, catalog)
-            self._created.append(layout.ATTEMPT)
+            self._created.append(paths.ATTEMPT)
         self._receipt = drain(
             job.folder,
             images,
@@ -194,10 +194,10 @@ class _Writer:
 
     def _put_receipt(self, job: Job, storage: Storage) -> None:
         """The part is durable, and this says so to whoever survives."""
-        name = layout.receipt_file(job.rank)
+        name = paths.receipt_file(job.rank)
         self._sealed = True
         self._created.append(name)
-        storage.put(layout.key(job.folder, name), encode_record(SignedReceipt(job.token, self._receipt)))
+        storage.put(paths.key(job.folder, name), encode_record(SignedReceipt(job.token, self._receipt)))
         storage.sync(job.folder)
 
     def _commit(self, job: Job, *, waits: bool = True) -> Committed:
@@ -214,14 +214,14 @@ class _Writer:
         # The checkpoint is there: nothing that fails from here on may fail the save.
         if job.facts.links:
             catalog.point_latest(job.folder)
-        self._remove(job, [layout.receipt_file(rank) for rank in range(1, job.size)])
+        self._remove(job, [paths.receipt_file(rank) for rank in range(1, job.size)])
         return Committed(
             job.number, checkpoint.digest, checkpoint.size_bytes, checkpoint.sequence, checkpoint.head.segment
         )
 
     def _receipts(self, job: Job, storage: Storage, patience_seconds: float) -> list[Receipt]:
         """The receipts of the other ranks, once all are there."""
-        wanted = {layout.receipt_file(rank) for rank in range(1, job.size)}
+        wanted = {paths.receipt_file(rank) for rank in range(1, job.size)}
         deadline = time.monotonic() + patience_seconds
         pause = _FIRST_LOOK_SECONDS
         while wanted:
@@ -259,7 +259,7 @@ class _Writer:
         # The newest first: a receipt must not outlive what it speaks of.
         for name in reversed(names):
             try:
-                storage.delete(layout.key(job.folder, name))
+                storage.delete(paths.key(job.folder, name))
             except Exception as error:
                 logger.debug("could not remove %s of an attempt: %s", name, error)
 
@@ -275,7 +275,7 @@ class _Writer:
 
 
 def _read_receipt(storage: Storage, job: Job, name: str) -> Receipt:
-    key = layout.key(job.folder, name)
+    key = paths.key(job.folder, name)
     try:
         signed = read_record(
             partial(storage.read, key), SignedReceipt, what="a receipt", file=key, limit_bytes=_MAX_RECEIPT_BYTES

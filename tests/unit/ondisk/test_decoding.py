@@ -10,15 +10,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from holdfast.ondisk import wire
+from holdfast.ondisk import decoding
 
-SOURCE = Path(wire.__file__).parents[1]
+SOURCE = Path(decoding.__file__).parents[1]
 
 # Without the lock this ends in a segmentation fault, within a few rounds: hence a process of its own.
 MEETING = """
 import sys, threading
 import msgspec
-from holdfast.ondisk.wire import {function}
+from holdfast.ondisk.decoding import {function}
 
 sys.setswitchinterval(1e-6)
 
@@ -60,9 +60,9 @@ def test_threads_that_meet_a_class_together_all_get_the_value(form: str) -> None
 
 def test_bytes_that_say_something_else_are_an_error() -> None:
     with pytest.raises(msgspec.ValidationError):
-        wire.from_json(b'["a"]', list[int])
+        decoding.from_json(b'["a"]', list[int])
     with pytest.raises(msgspec.DecodeError):
-        wire.from_msgpack(b"\xc1", int)
+        decoding.from_msgpack(b"\xc1", int)
 
 
 def test_no_other_module_makes_typed_decoders_of_its_own() -> None:

@@ -14,9 +14,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import CorruptCheckpointError, HoldfastError
-from holdfast.ondisk.boxes import Box
 from holdfast.ondisk.dtypes import ELEMENT_TYPES, element_type
-from holdfast.ondisk.tensorfile import ALIGNMENT, FramedChunk, frame, header_length, parse_header
+from holdfast.ondisk.regions import Box
+from holdfast.ondisk.safetensors import ALIGNMENT, FramedChunk, frame, header_length, parse_header
 
 steady = settings(derandomize=True, deadline=None, max_examples=200)
 

@@ -14,9 +14,9 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from holdfast.errors import CorruptCheckpointError, UsageError
-from holdfast.ondisk.boxes import MAX_DIMENSIONS, Box
+from holdfast.ondisk.decoding import from_json
 from holdfast.ondisk.dtypes import STORED_CODES, ElementType, element_type
-from holdfast.ondisk.wire import from_json
+from holdfast.ondisk.regions import MAX_DIMENSIONS, Box
 
 ALIGNMENT = 4096
 SMALL_BYTES = 256 << 10

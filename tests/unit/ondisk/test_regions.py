@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from holdfast.ondisk.boxes import Box, cover_exactly, span_of, strides_of, whole
+from holdfast.ondisk.regions import Box, cover_exactly, span_of, strides_of, whole
 
 steady = settings(derandomize=True, deadline=None, max_examples=400)
 

@@ -10,12 +10,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import UnsafeContentError, UsageError
-from holdfast.ondisk import layout
+from holdfast.ondisk import paths
 from holdfast.storage.keys import key_parts
 
 steady = settings(derandomize=True, deadline=None, max_examples=300)
 
-STEPS = st.integers(0, layout.MAX_STEP)
+STEPS = st.integers(0, paths.MAX_STEP)
 ATTEMPTS = st.integers(1, 999_999_999)
 ESCAPING = (
     "",
@@ -51,12 +51,12 @@ ESCAPING = (
 @given(step=STEPS, attempt=ATTEMPTS)
 @example(step=0, attempt=1)
 @example(step=999_999_999, attempt=2)
-@example(step=layout.MAX_STEP, attempt=999_999_999)
+@example(step=paths.MAX_STEP, attempt=999_999_999)
 @steady
 def test_a_folders_name_gives_back_its_step_and_attempt(step: int, attempt: int) -> None:
-    name = layout.folder_name(step, attempt)
-    assert layout.parse_folder(name) == (step, attempt)
-    assert layout.safe_relative(name) == name
+    name = paths.folder_name(step, attempt)
+    assert paths.parse_folder(name) == (step, attempt)
+    assert paths.safe_relative(name) == name
     assert key_parts(name) == (name,)
 
 
@@ -72,29 +72,29 @@ def test_a_folders_name_gives_back_its_step_and_attempt(step: int, attempt: int)
 def test_no_name_below_a_floor_is_one_above_it(
     below: list[tuple[int, int]], before: tuple[int, int], step: int, more: int
 ) -> None:
-    names = [layout.folder_name(*one) for one in below]
-    floor = layout.Floor.highest([layout.Floor.of([*names, "run.json", "latest"]), layout.Floor(*before)])
-    taken = layout.folder_name(step, floor.first_attempt(step) + more)
-    assert taken not in [*names, layout.folder_name(*before)]
+    names = [paths.folder_name(*one) for one in below]
+    floor = paths.Floor.highest([paths.Floor.of([*names, "run.json", "latest"]), paths.Floor(*before)])
+    taken = paths.folder_name(step, floor.first_attempt(step) + more)
+    assert taken not in [*names, paths.folder_name(*before)]
     assert (floor.first_attempt(step) == 1) == (step > floor.step)
 
 
 def test_without_names_the_floor_is_below_every_step() -> None:
-    assert layout.Floor.of(["run.json", "step-1", "step-000000001.1"]) == layout.Floor() == (-1, 0)
-    assert layout.Floor().first_attempt(0) == 1
+    assert paths.Floor.of(["run.json", "step-1", "step-000000001.1"]) == paths.Floor() == (-1, 0)
+    assert paths.Floor().first_attempt(0) == 1
 
 
 @given(one=st.tuples(STEPS, ATTEMPTS), other=st.tuples(STEPS, ATTEMPTS))
 @steady
 def test_two_attempts_never_share_a_name(one: tuple[int, int], other: tuple[int, int]) -> None:
-    assert (layout.folder_name(*one) == layout.folder_name(*other)) == (one == other)
+    assert (paths.folder_name(*one) == paths.folder_name(*other)) == (one == other)
 
 
 @given(
     text=st.text()
     | st.from_regex(r"step-[0-9]{1,20}(\.[0-9]{1,10})?", fullmatch=True)
     | st.from_regex(r"step-[0-9]{9}")
-    | st.builds("{}{}".format, st.builds(layout.folder_name, STEPS, ATTEMPTS), st.sampled_from(["\n", " ", ".", "/"]))
+    | st.builds("{}{}".format, st.builds(paths.folder_name, STEPS, ATTEMPTS), st.sampled_from(["\n", " ", ".", "/"]))
 )
 @example(text="step-000000500.1")
 @example(text="step-0000000500")
@@ -105,12 +105,12 @@ def test_two_attempts_never_share_a_name(one: tuple[int, int], other: tuple[int,
 @example(text="step-000000500.02")
 @steady
 def test_a_text_is_a_folders_name_only_if_folder_name_makes_it(text: str) -> None:
-    parsed = layout.parse_folder(text)
+    parsed = paths.parse_folder(text)
     if parsed is not None:
-        assert layout.folder_name(*parsed) == text
+        assert paths.folder_name(*parsed) == text
     elif (match := re.fullmatch(r"step-([0-9]{9,19})", text, re.ASCII)) is not None:
         assert len(match[1]) > 9
-        assert match[1][0] == "0" or int(match[1]) > layout.MAX_STEP
+        assert match[1][0] == "0" or int(match[1]) > paths.MAX_STEP
 
 
 def hex_or_text(value: object) -> str:
@@ -120,20 +120,20 @@ def hex_or_text(value: object) -> str:
 @pytest.mark.parametrize("step", [-1, 2**63, 1 << 20_000, True, 1.0, "1", None], ids=hex_or_text)
 def test_what_is_no_step_is_refused(step: object) -> None:
     with pytest.raises(UsageError):
-        layout.folder_name(step)  # type: ignore[arg-type]
+        paths.folder_name(step)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("attempt", [0, -1])
 def test_attempts_are_counted_from_one(attempt: int) -> None:
     with pytest.raises(UsageError):
-        layout.folder_name(1, attempt)
+        paths.folder_name(1, attempt)
 
 
 @pytest.mark.guarantee("G9")
 @pytest.mark.parametrize("name", ESCAPING)
 def test_a_name_that_could_escape_is_refused(name: str) -> None:
     with pytest.raises(UnsafeContentError):
-        layout.safe_relative(name)
+        paths.safe_relative(name)
 
 
 PARTS = st.sampled_from(["..", ".", "", "x", "a b", "..x", "x..", "...", "~", "\\", "\0", ".tmp-1"]) | st.text(
@@ -146,7 +146,7 @@ PARTS = st.sampled_from(["..", ".", "", "x", "a b", "..x", "x..", "...", "~", "\
 @steady
 def test_a_name_that_is_let_through_stays_below_where_it_starts(name: str) -> None:
     try:
-        layout.safe_relative(name)
+        paths.safe_relative(name)
     except UnsafeContentError:
         return
     assert os.path.normpath(f"/root/{name}") == f"/root/{name}"
@@ -162,7 +162,7 @@ def test_a_name_that_is_let_through_stays_below_where_it_starts(name: str) -> No
 @steady
 def test_an_ordinary_name_is_let_through(name: str) -> None:
     if not any(part in (".", "..") or part.startswith(".tmp-") for part in name.split("/")):
-        assert layout.safe_relative(name) == name
+        assert paths.safe_relative(name) == name
 
 
 @given(name=st.text(max_size=120))
@@ -174,7 +174,7 @@ def test_an_ordinary_name_is_let_through(name: str) -> None:
 def test_a_component_has_a_plain_name(name: str) -> None:
     plain = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_-]{0,99}", name, re.ASCII) is not None
     if plain:
-        assert layout.check_component_name(name) == name
+        assert paths.check_component_name(name) == name
     else:
         with pytest.raises(UsageError):
-            layout.check_component_name(name)
+            paths.check_component_name(name)
