@@ -48,9 +48,9 @@ if TYPE_CHECKING:
     from holdfast.manager.manager import CheckpointManager, RestoreResult
     from holdfast.manager.results import SaveHandle
     from holdfast.ondisk.codec import register_type
-    from holdfast.plugins.configuration import CheckpointConfig
+    from holdfast.plugins.config import CheckpointConfig
     from holdfast.plugins.contexts import LoadContext, SaveContext
-    from holdfast.plugins.plugins import CheckpointManagerProtocol, HoldfastManager, create_checkpoint_manager
+    from holdfast.plugins.protocol import CheckpointManagerProtocol, HoldfastManager, create_checkpoint_manager
     from holdfast.runs.catalog import Checkpoint
     from holdfast.runs.doctor import Finding
     from holdfast.runs.events import Event
@@ -79,12 +79,12 @@ _HOME = {
     "Event": "runs.events",
     "LoadStrategy": "loading.strategy",
     "Report": "runs.report",
-    "CheckpointConfig": "plugins.configuration",
+    "CheckpointConfig": "plugins.config",
     "SaveContext": "plugins.contexts",
     "LoadContext": "plugins.contexts",
-    "CheckpointManagerProtocol": "plugins.plugins",
-    "HoldfastManager": "plugins.plugins",
-    "create_checkpoint_manager": "plugins.plugins",
+    "CheckpointManagerProtocol": "plugins.protocol",
+    "HoldfastManager": "plugins.protocol",
+    "create_checkpoint_manager": "plugins.protocol",
     "LinkTemplate": "runs.links",
     "Decision": "runs.retention",
     **dict.fromkeys(

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import holdfast
-from holdfast.plugins.plugins import CheckpointConfig, LoadContext, SaveContext, create_checkpoint_manager
+from holdfast.plugins.protocol import CheckpointConfig, LoadContext, SaveContext, create_checkpoint_manager
 from tests.distributed.scenes import bits, caught, run_scenes
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.plugins import configuration, plugins
+from holdfast.plugins import config, protocol
 
 PAGE = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text()
 
@@ -21,18 +21,18 @@ def rows(after: str) -> list[str]:
 
 
 def test_the_page_has_every_key_of_the_config() -> None:
-    assert rows("with the nearest one.") == [field.name for field in dataclasses.fields(plugins.CheckpointConfig)]
-    assert rows("Under `save`") == list(configuration.SAVE_KEYS)
-    assert rows("Under `keep`") == list(configuration.KEEP_KEYS)
+    assert rows("with the nearest one.") == [field.name for field in dataclasses.fields(protocol.CheckpointConfig)]
+    assert rows("Under `save`") == list(config.SAVE_KEYS)
+    assert rows("Under `keep`") == list(config.KEEP_KEYS)
 
 
 def test_the_page_has_every_method_of_the_protocol() -> None:
-    methods = [name for name in vars(plugins.CheckpointManagerProtocol) if name in plugins.CALLS]
-    assert rows("## The protocol") == methods == list(plugins.CALLS)
+    methods = [name for name in vars(protocol.CheckpointManagerProtocol) if name in protocol.CALLS]
+    assert rows("## The protocol") == methods == list(protocol.CALLS)
 
 
-@pytest.mark.parametrize("context", [plugins.SaveContext, plugins.LoadContext])
+@pytest.mark.parametrize("context", [protocol.SaveContext, protocol.LoadContext])
 def test_the_page_has_every_field_of_a_context(context: type) -> None:
     missing = [field.name for field in dataclasses.fields(context) if f"`{field.name}`" not in PAGE]
     assert missing == []
-    assert rows("`LoadContext` has") == [field.name for field in dataclasses.fields(plugins.LoadContext)]
+    assert rows("`LoadContext` has") == [field.name for field in dataclasses.fields(protocol.LoadContext)]

@@ -15,8 +15,8 @@ import pytest
 import holdfast
 from holdfast.errors import KeyMissingError
 from holdfast.loading.pipeline import Verify
-from holdfast.plugins import configuration
-from holdfast.plugins.configuration import CheckpointConfig
+from holdfast.plugins import config as configuration
+from holdfast.plugins.config import CheckpointConfig
 from holdfast.runs.links import LinkTemplate
 from holdfast.runs.policies import (
     At,
@@ -122,7 +122,7 @@ def test_the_defaults_are_those_of_the_manager() -> None:
 
 
 def test_a_config_is_read_without_torch() -> None:
-    code = "import sys, holdfast.plugins.configuration; print('torch' in sys.modules)"
+    code = "import sys, holdfast.plugins.config; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.plugins.admission import check_class
-from holdfast.plugins.plugins import (
+from holdfast.plugins.class_loading import check_class
+from holdfast.plugins.protocol import (
     CALLS,
     CheckpointConfig,
     CheckpointManagerProtocol,
@@ -251,9 +251,9 @@ def test_what_a_module_raises_while_it_is_imported_comes_out_with_its_place(
 
 def test_a_class_that_is_not_there_is_an_attribute_error_that_names_the_nearest() -> None:
     with pytest.raises(AttributeError, match="has no class 'HoldfastManger'; did you mean 'HoldfastManager'"):
-        create("holdfast.plugins.plugins.HoldfastManger")
+        create("holdfast.plugins.protocol.HoldfastManger")
     with pytest.raises(AttributeError, match=r"module 'holdfast\.plugins' has no class 'Qqq'; check the name"):
-        create("holdfast.plugins.plugins.Qqq")
+        create("holdfast.plugins.protocol.Qqq")
 
 
 @pytest.mark.parametrize("value", [len, "text", lambda config, **arguments: None, Recording(CheckpointConfig())])

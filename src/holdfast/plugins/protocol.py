@@ -18,8 +18,8 @@ from holdfast.loading.strategy import MODULES, OPTIMIZERS, LoadStrategy
 from holdfast.manager.functions import resolve
 from holdfast.manager.manager import CheckpointManager, RestoreResult
 from holdfast.manager.results import SaveHandle
-from holdfast.plugins.admission import Call, check_class, named_class
-from holdfast.plugins.configuration import CheckpointConfig, shown
+from holdfast.plugins.class_loading import Call, check_class, named_class
+from holdfast.plugins.config import CheckpointConfig, shown
 from holdfast.plugins.contexts import LoadContext, SaveContext
 from holdfast.runs.events import Event
 from holdfast.state.names import kind_of
