@@ -71,7 +71,9 @@ def own_writer() -> int:
     for task in Path(f"/proc/{os.getpid()}/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
             children += (task / "children").read_text().split()
-    found = [int(child) for child in children if b"holdfast.writer" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    found = [
+        int(child) for child in children if b"holdfast.saving.writer" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
     assert len(found) == 1, found
     return found[0]
 

@@ -308,7 +308,7 @@ def belongings() -> tuple[int, int]:
     gc.collect()
     arenas = sum("holdfast-arena" in line for line in Path("/proc/self/maps").read_text().splitlines())
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-    writers = sum(b"holdfast.writer" in Path(f"/proc/{child}/cmdline").read_bytes() for child in children)
+    writers = sum(b"holdfast.saving.writer" in Path(f"/proc/{child}/cmdline").read_bytes() for child in children)
     return arenas, writers
 
 
@@ -444,6 +444,6 @@ def writers_of(run: Path) -> list[str]:
             fields = (process / "stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue
-        if b"holdfast.writer" in command and fields[1] != str(os.getpid()) and fields[0] not in "ZX":
+        if b"holdfast.saving.writer" in command and fields[1] != str(os.getpid()) and fields[0] not in "ZX":
             found.append(process.name)
     return found

@@ -28,7 +28,7 @@ import torch, holdfast
 
 def writers():
     children = open(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read().split()
-    return [int(one) for one in children if b"holdfast.writer" in open(f"/proc/{one}/cmdline", "rb").read()]
+    return [int(one) for one in children if b"holdfast.saving.writer" in open(f"/proc/{one}/cmdline", "rb").read()]
 
 class Part:
     def __init__(self): self.value = torch.arange(1000.0)

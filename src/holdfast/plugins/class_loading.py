@@ -99,7 +99,9 @@ def _class_of(module: Any, name: str) -> type:
     try:
         found = getattr(module, name)
     except AttributeError:
-        near = nearest(name, [key for key, value in vars(module).items() if isinstance(value, type)])
+        classes = [key for key, value in vars(module).items() if isinstance(value, type)]
+        # A package that loads its names when they are first used lists them.
+        near = nearest(name, [*classes, *getattr(module, "__all__", ())])
         advice = f"did you mean '{near}'?" if near else "check the name"
         raise AttributeError(
             f"module '{module.__name__}' has no class '{name}'; {advice}", name=name, obj=module

@@ -348,7 +348,7 @@ def test_a_set_is_stored_alike_in_processes_that_hash_differently() -> None:
 
 def test_neither_importing_nor_plain_values_import_torch_or_numpy() -> None:
     script = (
-        "import sys; from holdfast.records import codec;"
+        "import sys; from holdfast.ondisk import codec;"
         "stored = codec.encode({'a': (1, {2})}, path='x', on_tensor=None); codec.decode(stored, path='x', tensor=None);"
         "codec.plain({'$scalar': {'dtype': '<f8', 'data': 'AAAAAAAA8D8='}});"
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"

@@ -251,9 +251,9 @@ def test_what_a_module_raises_while_it_is_imported_comes_out_with_its_place(
 
 def test_a_class_that_is_not_there_is_an_attribute_error_that_names_the_nearest() -> None:
     with pytest.raises(AttributeError, match="has no class 'HoldfastManger'; did you mean 'HoldfastManager'"):
-        create("holdfast.plugins.protocol.HoldfastManger")
+        create("holdfast.plugins.HoldfastManger")
     with pytest.raises(AttributeError, match=r"module 'holdfast\.plugins' has no class 'Qqq'; check the name"):
-        create("holdfast.plugins.protocol.Qqq")
+        create("holdfast.plugins.Qqq")
 
 
 @pytest.mark.parametrize("value", [len, "text", lambda config, **arguments: None, Recording(CheckpointConfig())])

@@ -78,7 +78,7 @@ def belongings() -> tuple[int, int, int]:
 
 def writers() -> list[int]:
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-    return [int(child) for child in children if b"holdfast.writer" in command_of(int(child))]
+    return [int(child) for child in children if b"holdfast.saving.writer" in command_of(int(child))]
 
 
 def command_of(process: int) -> bytes:
@@ -525,7 +525,7 @@ def writers_left(run: Path) -> list[str]:
                 parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
             except OSError:
                 continue
-            if b"holdfast.writer" in command and parent == "1":
+            if b"holdfast.saving.writer" in command and parent == "1":
                 found.append(process.name)
     return found
 

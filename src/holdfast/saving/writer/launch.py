@@ -21,7 +21,7 @@ from holdfast.saving.staging.budget import ranks_here
 
 __all__ = ["start_process"]
 
-# `holdfast.writer` is also how one recognises the process in a list of processes.
+# `holdfast.saving.writer` is also how one recognises the process in a list of processes.
 _BOOT = """
 import json, sys
 from importlib.machinery import PathFinder

@@ -53,7 +53,9 @@ def test_a_writer_that_was_killed_between_two_saves_is_replaced_with_a_warning(
     with holdfast.CheckpointManager(tmp_path, {"model": model}, mode="async", rng=False) as manager:
         manager.save(1, wait=True)
         children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-        (writer,) = [int(one) for one in children if b"holdfast.writer" in Path(f"/proc/{one}/cmdline").read_bytes()]
+        (writer,) = [
+            int(one) for one in children if b"holdfast.saving.writer" in Path(f"/proc/{one}/cmdline").read_bytes()
+        ]
         handle = os.pidfd_open(writer)
         os.kill(writer, signal.SIGKILL)
         os.waitid(os.P_PIDFD, handle, os.WEXITED | os.WNOWAIT)
