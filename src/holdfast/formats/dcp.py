@@ -563,12 +563,12 @@ def _discard(names: Iterable[str], duty: _Duty, catalog: Catalog) -> None:
             logger.debug("could not remove %s of an abandoned attempt: %s", name, error)
 
 
-def _commit(attempt: _Attempt, paths: Any, results: list[list[WriteResult]], catalog: Catalog) -> Checkpoint:
+def _commit(attempt: _Attempt, key_paths: Any, results: list[list[WriteResult]], catalog: Catalog) -> Checkpoint:
     loose = _one_loose_component(results)
     leaves = _whole_leaves([result.storage_data.leaf for result in _of(results, _StoredTensor)])
     values = {result.index.fqn: result.storage_data.value for result in _of(results, _StoredValue)}
     fqns = {result.index.fqn: result.storage_data for rank in results for result in rank}
-    trees, flat = _trees_of(_nested_items(fqns, loose, paths), loose, values)
+    trees, flat = _trees_of(_nested_items(fqns, loose, key_paths), loose, values)
     receipts = [_receipt(rank) for rank in results]
     if trees:
         file = values_file(paths.SHARED_VALUES, trees)
@@ -660,10 +660,10 @@ class _Item:
     flat: bool
 
 
-def _nested_items(fqns: Iterable[str], loose: str, paths: Any) -> Iterator[_Item]:
+def _nested_items(fqns: Iterable[str], loose: str, key_paths: Any) -> Iterator[_Item]:
     """Where each key stood in the state dict. A planner that does not say it gives keys of one piece."""
     for fqn in fqns:
-        known = paths.get(fqn) if isinstance(paths, Mapping) else None
+        known = key_paths.get(fqn) if isinstance(key_paths, Mapping) else None
         path: Path = tuple(known) if known and ".".join(map(str, known)) == fqn else (fqn,)
         component = _component_of(fqn)
         if component is None:
