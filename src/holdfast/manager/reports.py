@@ -29,12 +29,16 @@ _PAUSES_SECONDS = (0.05, 0.2, 0.8)
 
 @dataclass(slots=True)
 class _Waiting:
-    """Metrics of one step that are not written yet, the save that they were reported of, and why they are not written,
-    where writing them failed."""
+    """Metrics that are not written yet, the save that they were reported of, and why they are not written, where
+    writing them failed."""
 
     pending: PendingSave
     metrics: dict[str, Any]
     error: HoldfastError | None = None
+
+    @property
+    def step(self) -> int:
+        return self.pending.step
 
     @property
     def failed(self) -> bool:
@@ -48,7 +52,8 @@ class _Waiting:
 
 
 class Reports:
-    """The metrics that are still to be written, by step.
+    """The metrics that are still to be written, by the save that they were reported of: several saves can have one
+    step. Metrics of a save that failed go to the next checkpoint of its step.
 
     own: returns the checkpoints that this training restored or saved, and those that they go back to; None when it did
         neither. Metrics of a step are added to no other checkpoint.
@@ -58,7 +63,7 @@ class Reports:
         self._own = own
         self._catalog = catalog
         self._housekeeper = housekeeper
-        self._waiting: dict[int, _Waiting] = {}
+        self._waiting: dict[PendingSave, _Waiting] = {}
         self._unseen: Exception | None = None
         self._lock = threading.Lock()
         self._pause = threading.Event()
@@ -66,10 +71,16 @@ class Reports:
     def add(self, pending: PendingSave, metrics: dict[str, Any]) -> None:
         """Write metrics when a pending save is committed, in the background."""
         with self._lock:
-            waiting = self._waiting.setdefault(pending.step, _Waiting(pending, {}))
-            waiting.pending = pending
+            waiting = self._waiting.setdefault(pending, _Waiting(pending, self._take_failed(pending.step)))
             waiting.metrics.update(metrics)
         self._housekeeper.do_behind(partial(self._write_after, pending))
+
+    def _take_failed(self, step: int) -> dict[str, Any]:
+        """Remove and return what was reported of failed saves of a step. What is reported later replaces it."""
+        failed = [one for one in self._waiting.values() if one.step == step and one.failed]
+        for one in failed:
+            del self._waiting[one.pending]
+        return {name: value for one in failed for name, value in one.metrics.items()}
 
     def note_commit(self) -> None:
         """Try again what waits for a step that was not committed before."""
@@ -79,12 +90,12 @@ class Reports:
     def settle(self) -> None:
         """Write what could not be written before. What still cannot is given up, and raised, once."""
         self._settle_unseen()
-        for step, waiting in list(self._waiting.items()):
+        for waiting in list(self._waiting.values()):
             if waiting.error is not None:
-                self._write(step, pauses=())
+                self._write(waiting, pauses=())
                 if waiting.error is not None:
-                    self._forget(step, waiting)
-                    raise _not_written(step, waiting, waiting.error)
+                    self._forget(waiting)
+                    raise _not_written(waiting, waiting.error)
 
     def _settle_unseen(self) -> None:
         """Look again for the checkpoints of metrics that wait, where that failed. Raise, once, when it still does."""
@@ -93,7 +104,7 @@ class Reports:
         self._write_committed()
         error, self._unseen = self._unseen, None
         if error is not None:
-            steps = ", ".join(map(str, self._waiting))
+            steps = ", ".join(str(waiting.step) for waiting in self._waiting.values())
             raise SaveFailedError(
                 f"the metrics reported of step {steps} are not written, because the run cannot be listed: {error}",
                 advice="they are tried again after the next save; report them again if there is none",
@@ -107,17 +118,17 @@ class Reports:
             self.settle()
         except HoldfastError as error:
             failure = error
-        for step, waiting in list(self._waiting.items()):
-            _warn_of_loss(step, waiting, waiting.error or "the step was not committed")
+        for waiting in list(self._waiting.values()):
+            _warn_of_loss(waiting, waiting.error or "the step was not committed")
         return failure
 
     def drop_failed(self) -> None:
         """Drop the metrics of saves that failed, with a warning: the training goes on from another state, whose
         checkpoints of these steps they do not describe."""
-        for step, waiting in list(self._waiting.items()):
+        for waiting in list(self._waiting.values()):
             if waiting.failed:
-                self._forget(step, waiting)
-                _warn_of_loss(step, waiting, "its save failed, and another state was restored since")
+                self._forget(waiting)
+                _warn_of_loss(waiting, "its save failed, and another state was restored since")
 
     def write_now(self, step: int, metrics: dict[str, Any], folder: str = "") -> bool:
         """Write metrics of a step that is committed, in `folder` where that is known. False, and a warning, when there
@@ -142,12 +153,13 @@ class Reports:
 
     def _write_after(self, pending: PendingSave) -> None:
         pending.wait()
-        if pending.error is None:
-            self._write(pending.step, pauses=_PAUSES_SECONDS)
-            self._housekeeper.tidy_behind()
+        waiting = self._waiting.get(pending)
+        if waiting is None:
             return
-        waiting = self._waiting.get(pending.step)
-        if waiting is not None and waiting.pending is pending:
+        if pending.error is None:
+            self._write(waiting, pauses=_PAUSES_SECONDS)
+            self._housekeeper.tidy_behind()
+        else:
             logger.warning(
                 "the save of step %d failed; its reported metrics are added when that step is committed", pending.step
             )
@@ -160,16 +172,14 @@ class Reports:
             logger.warning("reported metrics wait, because the run cannot be listed: %s", error)
             return
         self._unseen = None
-        for step, waiting in list(self._waiting.items()):
-            if self._find(scan, step, waiting.folder) is not None:
-                self._write(step, pauses=_PAUSES_SECONDS)
+        for waiting in list(self._waiting.values()):
+            if waiting.pending.done() and self._find(scan, waiting.step, waiting.folder) is not None:
+                self._write(waiting, pauses=_PAUSES_SECONDS)
                 self._housekeeper.tidy_behind()
 
-    def _write(self, step: int, *, pauses: tuple[float, ...]) -> None:
-        """Write the metrics of a step, trying again after each pause; note the error when all tries failed."""
-        waiting = self._waiting.get(step)
-        if waiting is None:
-            return
+    def _write(self, waiting: _Waiting, *, pauses: tuple[float, ...]) -> None:
+        """Write metrics, trying again after each pause; note the error when all tries failed."""
+        step = waiting.step
         for pause in (*pauses, None):
             try:
                 said = dict(waiting.metrics)
@@ -179,27 +189,28 @@ class Reports:
                 waiting.error = as_save_error(error, step)
             else:
                 waiting.error = None
-                self._forget(step, waiting, said)
+                self._forget(waiting, said)
                 return
             if pause is not None:
                 self._pause.wait(pause)
         logger.warning("the metrics of step %d could not be written and will be tried again: %s", step, waiting.error)
 
-    def _forget(self, step: int, waiting: _Waiting, written: dict[str, Any] | None = None) -> None:
-        """Drop a step, unless more was reported of it meanwhile."""
+    def _forget(self, waiting: _Waiting, written: dict[str, Any] | None = None) -> None:
+        """Drop metrics, unless more were reported of their save meanwhile."""
         with self._lock:
-            if (written is None or waiting.metrics == written) and self._waiting.get(step) is waiting:
-                del self._waiting[step]
+            if written is None or waiting.metrics == written:
+                self._waiting.pop(waiting.pending, None)
 
 
-def _warn_of_loss(step: int, waiting: _Waiting, why: object) -> None:
-    logger.warning("the metrics %s of step %d were never written: %s", ", ".join(waiting.metrics), step, why)
+def _warn_of_loss(waiting: _Waiting, why: object) -> None:
+    names = ", ".join(waiting.metrics)
+    logger.warning("the metrics %s of step %d were never written: %s", names, waiting.step, why)
 
 
-def _not_written(step: int, waiting: _Waiting, error: HoldfastError) -> SaveFailedError:
+def _not_written(waiting: _Waiting, error: HoldfastError) -> SaveFailedError:
     values = ", ".join(f"{name}={value}" for name, value in waiting.metrics.items())
     return SaveFailedError(
         f"the metrics {values} that were reported while the save was pending could not be written: {error}",
-        step=step,
+        step=waiting.step,
         advice="report them again",
     )

@@ -136,6 +136,9 @@ class Leader:
         differing = self._watch.note_samples(briefs, request.step)
         if differing:
             return self._stop_for(differing)
+        if self._line_head != request.parent:
+            # Another checkpoint was restored since. A commit would make the old line look like the new one.
+            self._line = None
         found = None if request.again else self._read_committed(request)
         if found is not None:
             size_bytes, sequence = found.size_bytes, found.sequence
@@ -357,14 +360,18 @@ class Leader:
             )
 
     def _read_committed(self, request: SaveRequest) -> Checkpoint | None:
-        """Return the checkpoint of the step, if this line of the run has it. One that is removed at this moment, or
-        whose manifest is damaged, does not count: the step is saved again."""
+        """Return the checkpoint of the step, if this line of the run has it. One that is removed at this moment, whose
+        manifest is damaged, or in whose folder another line's lies by now, does not count: the step is saved again."""
         try:
             folder = self._committed_at(request)
-            return self._catalog.read(folder) if folder is not None else None
+            found = self._catalog.read(folder) if folder is not None else None
         except (KeyMissingError, CorruptCheckpointError, UnsupportedFormatError):
+            found = None
+            self.forget()
+        if found is not None and found not in request.lineage:
             self.forget()
             return None
+        return found
 
     def _committed_at(self, request: SaveRequest) -> str | None:
         """The folder in which this line of the run has that step. The line is read once, and then kept in mind."""

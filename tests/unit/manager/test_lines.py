@@ -369,3 +369,39 @@ def test_a_checkpoint_from_a_continued_copy_of_the_run_is_of_another_line(tmp_pa
         manager.prune()
         assert [found.folder for found in manager.checkpoints()] == ["step-000000007.2", "step-000000007"]
     assert value_at(run) == (7, 107.0)
+
+
+@pytest.mark.guarantee("G1")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("start", "back"),
+    [
+        (2, lambda manager: manager.restore(2)),
+        (0, lambda manager: manager.restore(strategy=LoadStrategy(progress=False))),
+    ],
+    ids=["after going back", "after a warm start"],
+)
+def test_steps_are_saved_after_a_first_save_that_was_asked_for_again(
+    tmp_path: Path, mode: Any, start: int, back: Any
+) -> None:
+    model = Weights()
+    with opened(tmp_path, model, mode=mode) as manager:
+        saved_steps(manager, model, range(1, 6), 0.0)
+        back(manager)
+        model.set(100.0 + start)
+        manager.save(start, again=True, wait=True)
+        assert saved_steps(manager, model, range(start + 1, 6), 100.0) == [False] * (5 - start)
+    assert value_at(tmp_path) == (5, 105.0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_is_saved_in_whose_folder_a_checkpoint_of_another_line_was_put(tmp_path: Path, mode: Any) -> None:
+    run, other, model = tmp_path / "run", tmp_path / "other", Weights()
+    with opened(other, model) as manager:
+        saved_steps(manager, model, (3,), 50.0)
+    with opened(run, model, mode=mode) as manager:
+        saved_steps(manager, model, (2, 3, 4), 0.0)
+        shutil.rmtree(run / "step-000000003")
+        shutil.copytree(other / "step-000000003", run / "step-000000003")
+        assert saved_steps(manager, model, (3,), 100.0) == [False]
+    assert value_at(run) == (3, 103.0)

@@ -165,3 +165,18 @@ def test_metrics_whose_checkpoint_cannot_be_looked_for_are_raised_by_the_next_ca
         manager.save(2, wait=True)
         manager.close()
         assert holdfast.resolve(tmp_path, 1).metrics == {"loss": 0.25}
+
+
+@pytest.mark.guarantee("G6")
+def test_metrics_go_to_the_save_that_they_were_reported_of_where_several_have_its_step(tmp_path: Path) -> None:
+    storage = Stumbling(tmp_path)
+    with opened(storage) as manager:
+        for number in range(3):
+            storage.may_go_on.set()
+            manager.wait()
+            storage.may_go_on.clear()
+            manager.save(5, again=True, progress={"number": number})
+            assert manager.report(5, {"loss": float(number)})
+        storage.may_go_on.set()
+    found = {checkpoint.progress["number"]: checkpoint.metrics for checkpoint in holdfast.checkpoints(tmp_path)}
+    assert found == {number: {"loss": float(number)} for number in range(3)}
