@@ -641,8 +641,12 @@ class _Matcher:
         def target(reference: str) -> torch.Tensor:
             leaf = self._leaf(tree, reference)
             live = (template or {}).get(reference)
-            if live is not None and self._excluded(leaf.name):
-                return live
+            if template is not None and self._excluded(leaf.name):
+                if live is not None:
+                    return live
+                self.fitted.mismatched.append(
+                    f"{leaf.name}: excluded, and there is no live tensor that could stay in its place"
+                )
             if live is not None and is_sharded(live) and _fits(leaf, live):
                 return self._fill(leaf, torch.empty_like(live), fresh=True)
             if live is None and leaf.sharded and isinstance(unwrap(self.component), torch.optim.Optimizer):
@@ -866,6 +870,9 @@ class _Options:
         own = {key: value for key, value in self.group.live.items() if key != "params"}
         saved = self.saved.value()
         taken = {key: value for key, value in saved.items() if key in own or not self.is_other}
+        if self.is_other:
+            # By it torch tells AdamW from Adam: it is the class, not an option of it.
+            taken.pop("decoupled_weight_decay", None)
         return {**own, **taken, "params": self.group.numbers}
 
 

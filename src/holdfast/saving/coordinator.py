@@ -356,7 +356,7 @@ class Leader:
                 f"the checkpoint needs {needed / 2**20:,.1f} MiB and {free / 2**20:,.1f} MiB are free",
                 errno=errno.ENOSPC,
                 run=self._catalog.storage.url,
-                advice="make room or keep fewer checkpoints; nothing was written",
+                advice="make room, or remove checkpoints by `holdfast prune`; nothing was written",
             )
 
     def _read_committed(self, request: SaveRequest) -> Checkpoint | None:

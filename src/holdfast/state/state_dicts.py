@@ -75,6 +75,8 @@ def check_components(names: Iterable[str], components: Mapping[str, Any]) -> Non
     """
     for name in names:
         inner = unwrap(components[name])
+        if isinstance(inner, dict):
+            _refuse_copied_state(name, inner)
         if isinstance(inner, torch.optim.Optimizer):
             _refuse_hidden_state(name, inner, components)
         elif not isinstance(inner, torch.nn.Module) or _has_no_memory(inner):
@@ -88,6 +90,27 @@ def check_components(names: Iterable[str], components: Mapping[str, Any]) -> Non
 def _has_no_memory(module: torch.nn.Module) -> bool:
     tensors = (*module.parameters(), *module.buffers())
     return any(isinstance(one, UninitializedTensorMixin) or one.is_meta for one in tensors)
+
+
+def _refuse_copied_state(name: str, state: dict[Any, Any]) -> None:
+    """Refuse the `state_dict()` of an optimizer or a scheduler in place of the object: it is a copy, so a restore would
+    fill it and leave the object as it is. That of a model shares the model's memory, and is filled in place."""
+    groups = state.get("param_groups")
+    if (
+        "state" in state
+        and isinstance(groups, list)
+        and all(isinstance(one, dict) and "params" in one for one in groups)
+    ):
+        owner = "optimizer"
+    elif {"last_epoch", "_step_count"} <= state.keys():
+        owner = "scheduler"
+    else:
+        return
+    raise UsageError(
+        f"this is the state_dict() of the {owner}, a copy that a restore would fill without the {owner} taking it up",
+        component=name,
+        advice=f"give the {owner} itself",
+    )
 
 
 def _refuse_hidden_state(name: str, optimizer: torch.optim.Optimizer, components: Mapping[str, Any]) -> None:

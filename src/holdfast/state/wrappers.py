@@ -179,7 +179,9 @@ def load_state(component: Any, state: Any) -> None:
         return
     check_plain_state(component, state)
     if isinstance(component, dict):
-        component.update(state)
+        # By item: the update() of a subclass may do something else, as that of a Counter, which adds.
+        for key, value in state.items():
+            component[key] = _filled(component.get(key), value)
         return
     import torch
 
@@ -187,6 +189,27 @@ def load_state(component: Any, state: Any) -> None:
         component.set_state(state["state"].cpu())
     else:
         component.bit_generator.state = state["bit_generator"]
+
+
+def _filled(live: Any, saved: Any) -> Any:
+    """Return a saved value, in the memory of the live tensor where that has its type and shape: an optimizer, or the
+    model whose `state_dict()` a dict is, may hold the same tensor."""
+    import torch
+
+    if isinstance(live, torch.Tensor) and isinstance(saved, torch.Tensor):
+        if live is saved or (live.dtype, live.shape) != (saved.dtype, saved.shape):
+            return saved
+        try:
+            with torch.no_grad():
+                return live.copy_(saved)
+        except RuntimeError:  # memory that cannot be written as a whole, such as an expanded tensor's
+            return saved
+    if isinstance(live, Mapping) and isinstance(saved, dict):
+        for key, value in saved.items():
+            saved[key] = _filled(live.get(key), value)
+    elif isinstance(live, list | tuple) and isinstance(saved, list) and len(live) == len(saved):
+        saved[:] = map(_filled, live, saved)
+    return saved
 
 
 def check_plain_state(component: Any, state: Any) -> None:
