@@ -39,6 +39,7 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.ondisk import codec
+from holdfast.ondisk.codec import encoding
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
@@ -328,8 +329,8 @@ def test_the_stored_form_is_the_documented_one() -> None:
 
 
 def test_every_tag_is_in_the_table_of_the_module() -> None:
-    assert all(f'{{"{tag}":' in (codec.__doc__ or "") for tag in codec._DECODERS)
-    assert codec._DECODERS.keys() == codec._SHOWN.keys()
+    assert all(f'{{"{tag}":' in (codec.__doc__ or "") for tag in encoding._DECODERS)
+    assert encoding._DECODERS.keys() == encoding._SHOWN.keys()
 
 
 def test_a_set_is_stored_alike_in_processes_that_hash_differently() -> None:
@@ -842,7 +843,7 @@ json_scalars = (
 record_keys = st.sampled_from(
     ["name", "value", "fields", "dtype", "shape", "data", "tensor", "items", "maxlen", "factory", "iso", "tz", "fold"]
 )
-tags = st.sampled_from([*codec._DECODERS, "$foo"])
+tags = st.sampled_from([*encoding._DECODERS, "$foo"])
 
 
 def json_containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
