@@ -1,5 +1,8 @@
 """Turn values that are no tensors into plain JSON and back. Knows a closed list of types; knows nothing of files.
 
+Each kind of value has a module, which encodes and decodes it: `scalars`, `containers`, `times`, `arrays`, `tensors`,
+`classes`.
+
 Nothing is pickled, evaluated or imported by a name that stands in the data. A type that is not in the table is refused
 when it is saved, with the place where it was found; it is never stored as something that is only alike. torch and numpy
 are imported only when a value or a tag needs them.
@@ -65,21 +68,12 @@ torch dtype or device that this torch does not have, an UnsupportedFormatError; 
 fields are not those of the running program, a StateMismatchError: a field that was added or removed is never guessed.
 """
 
-from holdfast.ondisk.codec.encoding import (
-    MAX_DEPTH,
-    Flattened,
-    Json,
-    Subclass,
-    class_name,
-    decode,
-    encode,
-    is_registered,
-    plain,
-    register_type,
-    registered_tensor,
-    subclass_of,
-    typed,
-)
+from holdfast.ondisk.codec.decoding import decode
+from holdfast.ondisk.codec.display import plain, typed
+from holdfast.ondisk.codec.encoding import encode
+from holdfast.ondisk.codec.forms import MAX_DEPTH, Flattened, Json, Subclass
+from holdfast.ondisk.codec.registry import class_name, is_registered, register_type, registered_tensor
+from holdfast.ondisk.codec.tensors import subclass_of
 
 __all__ = [
     "MAX_DEPTH",

@@ -39,7 +39,8 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.ondisk import codec
-from holdfast.ondisk.codec import encoding
+from holdfast.ondisk.codec.decoding import DECODERS
+from holdfast.ondisk.codec.display import _SHOWN
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
@@ -328,9 +329,9 @@ def test_the_stored_form_is_the_documented_one() -> None:
     assert stored(Access(0)) == {"$type": {"name": f"{__name__}.Access", "value": []}}
 
 
-def test_every_tag_is_in_the_table_of_the_module() -> None:
-    assert all(f'{{"{tag}":' in (codec.__doc__ or "") for tag in encoding._DECODERS)
-    assert encoding._DECODERS.keys() == encoding._SHOWN.keys()
+def test_every_tag_is_in_the_table_of_the_package() -> None:
+    assert all(f'{{"{tag}":' in (codec.__doc__ or "") for tag in DECODERS)
+    assert DECODERS.keys() == _SHOWN.keys()
 
 
 def test_a_set_is_stored_alike_in_processes_that_hash_differently() -> None:
@@ -843,7 +844,7 @@ json_scalars = (
 record_keys = st.sampled_from(
     ["name", "value", "fields", "dtype", "shape", "data", "tensor", "items", "maxlen", "factory", "iso", "tz", "fold"]
 )
-tags = st.sampled_from([*encoding._DECODERS, "$foo"])
+tags = st.sampled_from([*DECODERS, "$foo"])
 
 
 def json_containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
