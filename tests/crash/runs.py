@@ -16,7 +16,9 @@ import torch
 from holdfast.errors import HoldfastError
 from holdfast.loading.pipeline import LoadRequest, load
 from holdfast.loading.strategy import LoadStrategy
-from holdfast.ranks.ranks import Alone, Ranks, StoreRanks
+from holdfast.ranks.base import Ranks
+from holdfast.ranks.single import Alone
+from holdfast.ranks.store import StoreRanks
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.selector import Selector
 from holdfast.runs.verify import verify

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from holdfast.errors import HoldfastError, SaveFailedError, SaveUncertainError, StorageError
-from holdfast.ranks.ranks import Alone, Ranks, StoreRanks
+from holdfast.ranks.base import Ranks
+from holdfast.ranks.single import Alone
+from holdfast.ranks.store import StoreRanks
 from holdfast.runs.catalog import Catalog
 from holdfast.saving.coordinator import SaveRequest
 from holdfast.saving.pipeline import Saver

@@ -14,7 +14,7 @@ import pytest
 from holdfast.errors import HoldfastError, RunInUseError
 from holdfast.loading.pipeline import LoadRequest, load
 from holdfast.loading.strategy import LoadStrategy
-from holdfast.ranks.ranks import Alone
+from holdfast.ranks.single import Alone
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.selector import Selector
 from holdfast.saving.coordinator import SaveRequest

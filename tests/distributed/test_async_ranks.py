@@ -26,7 +26,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import holdfast
 from holdfast.errors import RankError, SaveFailedError, SaveUncertainError, StorageError, UsageError
-from holdfast.ranks.ranks import Ranks, torch_ranks
+from holdfast.ranks.base import Ranks
+from holdfast.ranks.store import torch_ranks
 from holdfast.runs.catalog import Catalog
 from holdfast.saving.coordinator import SaveRequest
 from holdfast.saving.pipeline import Saver

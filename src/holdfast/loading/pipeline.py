@@ -37,7 +37,7 @@ from holdfast.loading.targets import Fitted, Request
 from holdfast.ondisk.codec import Json, plain, typed
 from holdfast.ondisk.decoding import from_json
 from holdfast.ondisk.manifest import TreeRecord
-from holdfast.ranks.ranks import Ranks, on_leader, together
+from holdfast.ranks.base import Ranks, on_leader, together
 from holdfast.runs.catalog import Catalog, Checkpoint, Skipped
 from holdfast.runs.lease import reading
 from holdfast.runs.progress import Progress

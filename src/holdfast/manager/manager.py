@@ -39,7 +39,8 @@ from holdfast.manager.reports import Reports
 from holdfast.manager.results import SaveHandle
 from holdfast.manager.schedule import Pace
 from holdfast.ondisk.paths import check_component_name, check_step
-from holdfast.ranks.ranks import on_leader, torch_ranks
+from holdfast.ranks.base import on_leader
+from holdfast.ranks.store import torch_ranks
 from holdfast.runs.catalog import Catalog, Checkpoint, choose_own
 from holdfast.runs.cleanup import Housekeeper
 from holdfast.runs.events import Event

@@ -15,7 +15,7 @@ import msgspec
 
 from holdfast.manager.signals import SignalWatch
 from holdfast.ondisk.decoding import from_msgpack
-from holdfast.ranks.ranks import Ranks
+from holdfast.ranks.base import Ranks
 from holdfast.runs.policies import Moment, Trigger, Wish, split
 from holdfast.runs.process_identity import seconds_since_birth
 

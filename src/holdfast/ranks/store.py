@@ -1,10 +1,8 @@
-"""Door 2: the only way to other processes. Each rank's word enters; one decision, or one error, leaves on every rank.
+"""Agree with other processes through the key-value store that torch.distributed has anyway. Each rank's answer enters;
+one decision, or one error, leaves on every rank.
 
-There is one primitive, `decide`: every rank does its part of the work, the leader sees all the answers and chooses,
-everybody gets the choice. If any rank's part fails, every rank raises that rank's error. Waits are bounded.
-
-Ranks talk through the key-value store that torch.distributed has anyway, never through collectives, so an agreement
-cannot deadlock with the training's own traffic and does not care whether the group is gloo or NCCL.
+Never through collectives: an agreement cannot deadlock with the training's own traffic, and works the same whether the
+process group is gloo or NCCL.
 """
 
 from __future__ import annotations
@@ -13,131 +11,30 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, cast
 
 import msgspec
 
 from holdfast.errors import RankError, UsageError, error_from_record, error_record
 from holdfast.ondisk.decoding import from_msgpack
+from holdfast.ranks.base import Choice, Mine, Ranks
 from holdfast.ranks.connection import Connection
+from holdfast.ranks.single import Alone
 
 logger = logging.getLogger("holdfast")
 
-Mine = TypeVar("Mine")
-Choice = TypeVar("Choice")
+__all__ = ["KeyValue", "StoreRanks", "torch_ranks"]
 
 # A TCPStore refuses values over 8 MiB and drops the connection.
 _PIECE_BYTES = 4 << 20
 _FIRST_PAUSE_SECONDS = 0.0002
 _LONGEST_PAUSE_SECONDS = 0.05
-# Followers wait longer than the leader, so that its word about who is missing reaches them before they give up.
+# Followers wait longer than the leader, so that its message about missing ranks reaches them before they give up.
 _GRACE_SECONDS = 5.0
 _REMEMBERED_WORDS = 64
 _SHORT_PAUSE_SECONDS = 0.0003
 _NO_VALUE = "\0no value"
 _DEFAULT_TIMEOUT_SECONDS = 600.0
-
-
-class Ranks(Protocol):
-    """The processes that save and load one run together."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    def decide(
-        self,
-        label: str,
-        mine: Callable[[], Mine],
-        choose: Callable[[list[Mine]], Choice],
-        *,
-        sends: Any,
-        returns: Any,
-        if_failed: Callable[[], None] = lambda: None,
-        if_silent: Callable[[], Choice] | None = None,
-    ) -> Choice:
-        """Do `mine` on every rank and `choose` on the leader; return the choice, or raise the same error, on all.
-
-        `sends` and `returns` are the types of the two values, which must be such that msgspec can carry them. The
-        leader calls `if_failed` when there is no choice, before any other rank can hear of it. Where ranks are not
-        heard of, and none failed, `if_silent` can still choose, or raise.
-        """
-
-    def branch(self, name: str) -> Ranks:
-        """The same ranks for a second thread, whose agreements do not mix with those of the first."""
-
-    def pulse(self) -> None:
-        """Say, in the middle of one's part of a decision, that it goes on: whoever waits waits for longer then."""
-
-    def leaders_word(self, say: Callable[[], bytes]) -> bytes:
-        """What the leader says now: `say`, called on the leader alone, which may not fail. Cheap enough for every step:
-        one message, that the others fetch, and no answer."""
-
-    def flag(self, texts: list[str]) -> None:
-        """Let the leader know something, whenever it looks."""
-
-    def flags(self) -> list[str]:
-        """Return what ranks have flagged so far. Of two that flag at the same moment one may be missing."""
-
-    def part(self, seconds: float) -> None:
-        """The last call: the leader stays, for so long at most, until all others have heard what it said."""
-
-
-def on_leader(ranks: Ranks, label: str, work: Callable[[], Choice], *, returns: Any) -> Choice:
-    """The leader does it, everybody gets the result or the error."""
-    return ranks.decide(label, lambda: None, lambda _: work(), sends=None, returns=returns)
-
-
-def together(ranks: Ranks, label: str, work: Callable[[], Mine], *, sends: Any) -> list[Mine]:
-    """Everybody does it, everybody gets all results in the order of the ranks, or the first failure."""
-    return ranks.decide(label, work, lambda answers: answers, sends=sends, returns=list[sends])
-
-
-class Alone:
-    """One process that saves by itself."""
-
-    rank = 0
-    size = 1
-
-    def decide(
-        self,
-        label: str,
-        mine: Callable[[], Mine],
-        choose: Callable[[list[Mine]], Choice],
-        *,
-        sends: Any,
-        returns: Any,
-        if_failed: Callable[[], None] = lambda: None,
-        if_silent: Callable[[], Choice] | None = None,
-    ) -> Choice:
-        try:
-            return choose([mine()])
-        except BaseException:
-            if_failed()
-            raise
-
-    def branch(self, name: str) -> Alone:
-        return self
-
-    def pulse(self) -> None:
-        pass
-
-    def leaders_word(self, say: Callable[[], bytes]) -> bytes:
-        return say()
-
-    def flag(self, texts: list[str]) -> None:
-        pass
-
-    def flags(self) -> list[str]:
-        return []
-
-    def part(self, seconds: float) -> None:
-        pass
-
-    def __repr__(self) -> str:
-        return "Alone()"
 
 
 class KeyValue(Protocol):
@@ -146,19 +43,19 @@ class KeyValue(Protocol):
     def set(self, key: str, value: bytes) -> None: ...
 
     def get(self, key: str) -> bytes | None:
-        """The value, or None when it is not there yet. Never waits."""
+        """Return the value, or None when it is not there yet. Never waits."""
 
     def delete(self, key: str) -> None: ...
 
     def pause(self, seconds: float) -> None:
-        """Let others go on before the next look."""
+        """Wait before the next look, so that other processes can run."""
 
     def branch(self) -> KeyValue:
-        """The same store for another thread."""
+        """Return the same store for another thread."""
 
 
 class _Word(msgspec.Struct, omit_defaults=True):
-    """What one rank says in one round."""
+    """The message of one rank in one round."""
 
     label: str
     value: msgspec.Raw = msgspec.Raw(b"\xc0")
@@ -166,7 +63,7 @@ class _Word(msgspec.Struct, omit_defaults=True):
 
 
 class _Losses:
-    """How often this rank lost the leader, in any thread: each has to find the leader's round again."""
+    """How often this rank lost the leader, in any thread: each thread has to find the leader's round again."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -237,13 +134,13 @@ class StoreRanks:
     def leaders_word(self, say: Callable[[], bytes]) -> bytes:
         self._words += 1
         if self.rank != 0:
-            return self._hear(self._words)
+            return self._wait_for_word(self._words)
         word = say()
         if word:
             self._said.append((self._words, word))
         if len(self._said) > _REMEMBERED_WORDS:
             self._forgotten, _ = self._said.pop(0)
-        # One key, written over each time, with all that was said of late: a rank may be some steps behind.
+        # One key, written over each time, with the latest messages: a rank may be some steps behind.
         told = (self._words, self._forgotten, self._said)
         self._store.set(f"{self._name}/word", msgspec.msgpack.encode(told))
         return word
@@ -257,7 +154,7 @@ class StoreRanks:
         return from_msgpack(found, list[str]) if found is not None else []
 
     def part(self, seconds: float) -> None:
-        # The store may end with the leader's process, and a word that nobody fetched would be lost with it.
+        # The store may end with the leader's process, and a message that was not fetched would be lost with it.
         if self.rank != 0:
             self._store.set(f"{self._name}/parted/{self.rank}", b"")
             return
@@ -283,7 +180,7 @@ class StoreRanks:
             without, _ = _say(label, if_silent)
             choice = without if without.error is None else choice
         elif failure is None:
-            # Everybody spoke in this round, so everybody has read the round before it: its keys may go.
+            # Every rank answered in this round, so every rank has read the round before it: its keys may go.
             self._sweep()
             choice, cause = _say(label, lambda: choose([from_msgpack(word.value, sends) for word in words]))
         if choice.error is not None:
@@ -294,7 +191,8 @@ class StoreRanks:
         return choice, cause
 
     def _collect(self, label: str, own: _Word) -> tuple[list[_Word], dict[str, Any] | None]:
-        """Every rank's word, or the first failure, as soon as it is known; no words when the failure is silence."""
+        """Return every rank's message, or the first failure as soon as it is known; no messages when ranks did not
+        answer in time."""
         words: dict[int, _Word] = {0: own}
         deadline = time.monotonic() + self._timeout_seconds
         pause = _FIRST_PAUSE_SECONDS
@@ -317,7 +215,7 @@ class StoreRanks:
             pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
 
     def _take_part(self, label: str, word: _Word) -> _Word:
-        """Send a follower's word and return the leader's choice.
+        """Send a follower's message and return the leader's choice.
 
         After a round in which this rank lost the leader, the leader may have gone through rounds that this rank never
         came to. Those have other labels, and are passed over.
@@ -350,8 +248,8 @@ class StoreRanks:
             self._store.pause(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
 
-    def _hear(self, number: int) -> bytes:
-        """What the leader said when it was asked for the so-manieth time."""
+    def _wait_for_word(self, number: int) -> bytes:
+        """Return what the leader sent in its `number`-th call of `leaders_word`."""
         deadline = time.monotonic() + self._timeout_seconds
         pause = 0.0
         while True:
@@ -372,7 +270,7 @@ class StoreRanks:
             pause = min(max(pause * 1.5, _FIRST_PAUSE_SECONDS / 16), _LONGEST_PAUSE_SECONDS)
 
     def _all_alive(self, ranks: list[int]) -> bool:
-        """Whether each of them has given a sign since this was asked last."""
+        """Return whether each of them has sent a heartbeat since the last call of this."""
         alive = True
         for rank in ranks:
             pulse = self._store.get(self._pulse_key(rank))
@@ -400,13 +298,13 @@ class StoreRanks:
         return f"{self._name}/{self._round}/pulse/{rank}"
 
     def _publish(self, key: str, word: _Word) -> list[str]:
-        """Say it, and give the keys that it took."""
+        """Send a message, and return the keys that it took."""
         data = msgspec.msgpack.encode(word)
         pieces = [data[start : start + _PIECE_BYTES] for start in range(0, len(data), _PIECE_BYTES)]
         rest = {f"{key}/{index}": piece for index, piece in enumerate(pieces[1:], start=1)}
         for piece_key, piece in rest.items():
             self._store.set(piece_key, piece)
-        # The first piece goes last: whoever sees it finds the others.
+        # The first piece goes last: a rank that sees it finds the others.
         self._store.set(key, len(pieces).to_bytes(4, "little") + pieces[0])
         return [key, *rest]
 
@@ -420,7 +318,7 @@ class StoreRanks:
         return from_msgpack(first[4:] + b"".join(rest), _Word)
 
     def _sweep(self) -> None:
-        """Remove the keys of earlier rounds. An error of it must not keep the ranks from a decision."""
+        """Remove the keys of earlier rounds. A failure here must not keep the ranks from a decision."""
         keys, self._leftover = self._leftover, []
         try:
             for key in keys:
@@ -432,7 +330,7 @@ class StoreRanks:
 
 
 def _say(label: str, work: Callable[[], Any]) -> tuple[_Word, BaseException | None]:
-    """Do the work and put its value, or its error, into words."""
+    """Do the work, and return its value, or its error, as a message."""
     try:
         return _Word(label, value=msgspec.Raw(msgspec.msgpack.encode(work()))), None
     except (Exception, KeyboardInterrupt, SystemExit) as error:
@@ -510,7 +408,7 @@ class _TorchStore:
 
 
 def torch_ranks(process_group: Any = None, *, timeout_seconds: float) -> Ranks:
-    """The ranks of a process group, of all processes when None, or `Alone` without torch.distributed."""
+    """Return the ranks of a process group, of all processes when None, or `Alone` without torch.distributed."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
@@ -537,6 +435,3 @@ def _default_store() -> Any:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
-
-
-__all__ = ["Alone", "KeyValue", "Ranks", "StoreRanks", "on_leader", "together", "torch_ranks"]

@@ -29,7 +29,7 @@ from holdfast.errors import (
     error_from_record,
     error_record,
 )
-from holdfast.ranks.ranks import Ranks
+from holdfast.ranks.base import Ranks
 from holdfast.runs.catalog import Checkpoint
 from holdfast.runs.events import Event, EventKind
 from holdfast.saving.staging.arena import Arena

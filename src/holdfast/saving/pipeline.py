@@ -28,7 +28,7 @@ import torch
 from holdfast.errors import HoldfastError, KeyMissingError, StorageError, UsageError
 from holdfast.ondisk import paths
 from holdfast.ondisk.files import PlainFile
-from holdfast.ranks.ranks import Ranks, on_leader
+from holdfast.ranks.base import Ranks, on_leader
 from holdfast.runs.catalog import Catalog, Checkpoint
 from holdfast.runs.events import Event
 from holdfast.runs.lease import has_claim

@@ -11,7 +11,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from holdfast.ranks.ranks import Alone, Ranks, StoreRanks
+from holdfast.ranks.base import Ranks
+from holdfast.ranks.single import Alone
+from holdfast.ranks.store import StoreRanks
 from holdfast.testing.storages import SimulatedCrash
 
 __all__ = ["simulate_ranks"]

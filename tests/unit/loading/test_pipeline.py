@@ -15,7 +15,7 @@ import holdfast
 from holdfast.loading.pipeline import LoadRequest, load
 from holdfast.loading.strategy import LoadStrategy
 from holdfast.ondisk.codec import encode
-from holdfast.ranks.ranks import Alone
+from holdfast.ranks.single import Alone
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.selector import parse_selector
 from holdfast.storage.registry import open_storage

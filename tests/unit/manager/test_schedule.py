@@ -14,7 +14,9 @@ import pytest
 
 from holdfast.errors import RankError, UsageError
 from holdfast.manager.schedule import Pace, Time
-from holdfast.ranks.ranks import Alone, Ranks, StoreRanks
+from holdfast.ranks.base import Ranks
+from holdfast.ranks.single import Alone
+from holdfast.ranks.store import StoreRanks
 from holdfast.runs.policies import At, Every, Moment, OnLastStep, OnSignal, TimeLimit, Trigger, Wish
 from holdfast.testing import simulate_ranks
 

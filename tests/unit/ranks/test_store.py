@@ -21,7 +21,8 @@ from holdfast.errors import (
     StorageError,
     UsageError,
 )
-from holdfast.ranks.ranks import Alone, KeyValue, Ranks, StoreRanks, _TorchStore, on_leader, together
+from holdfast.ranks.base import Ranks, on_leader, together
+from holdfast.ranks.store import KeyValue, StoreRanks, _TorchStore
 from holdfast.testing.simulation import simulate_ranks
 
 SIZES = (1, 2, 3, 5)
@@ -126,17 +127,6 @@ def test_every_rank_gets_the_leaders_choice_of_all_answers(size: int) -> None:
     expected = [total, 10 * total, 100 * total, *range(size)]
     assert simulate_ranks(size, work, timeout_seconds=5) == [expected] * size
     assert chosen_on == [0, 0, 0]
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_what_the_leader_does_is_done_once_and_known_to_all(size: int) -> None:
-    done: list[int] = []
-
-    def work(ranks: Ranks) -> str:
-        return on_leader(ranks, "once", lambda: done.append(ranks.rank) or "done", returns=str)
-
-    assert simulate_ranks(size, work, timeout_seconds=5) == ["done"] * size
-    assert done == [0]
 
 
 def test_ranks_agree_over_the_stores_of_torch() -> None:
@@ -624,12 +614,3 @@ def test_a_store_that_deletes_nothing_agrees_all_the_same_and_that_is_logged_onc
 
     assert in_threads(2, work, lambda rank: shared) == [[[0, 1]] * 4] * 2
     assert caplog.text.count("this store deletes nothing") == 1
-
-
-def test_alone_a_process_agrees_with_itself() -> None:
-    alone = Alone()
-    assert (alone.rank, alone.size) == (0, 1)
-    assert alone.decide("work", lambda: 2, lambda answers: answers * 2, sends=int, returns=list[int]) == [2, 2]
-    with pytest.raises(UsageError) as caught:
-        on_leader(alone, "work", lambda: fail(UsageError("no")), returns=int)
-    assert caught.value.rank is None

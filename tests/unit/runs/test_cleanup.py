@@ -19,7 +19,7 @@ import torch
 import holdfast
 from holdfast.errors import CheckpointNotFoundError, RunInUseError, StorageError
 from holdfast.manager.arguments import encoded_metrics
-from holdfast.ranks.ranks import Alone
+from holdfast.ranks.single import Alone
 from holdfast.runs.catalog import Catalog, Checkpoint
 from holdfast.runs.cleanup import Housekeeper
 from holdfast.runs.events import Event

@@ -22,7 +22,7 @@ import torch
 from holdfast.errors import DamagedRecordError, KeyExistsError, RunInUseError, StorageError
 from holdfast.manager.functions import prune
 from holdfast.ondisk.paths import Floor
-from holdfast.ranks.ranks import Alone
+from holdfast.ranks.single import Alone
 from holdfast.runs.attempts import MAX_LEASE_NUMBER
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.cleanup import Housekeeper
