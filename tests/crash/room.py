@@ -23,7 +23,7 @@ from blake3 import blake3
 from holdfast.errors import KeyExistsError, KeyMissingError, StorageError
 from holdfast.ondisk import paths
 from holdfast.runs.process_identity import Identity, birth_of, this_process
-from holdfast.storage.base import Bytes, Entry
+from holdfast.storage.base import Bytes, Entry, StorageFeatures
 from holdfast.testing import SimulatedCrash
 
 __all__ = ["Door", "Fault", "Process", "Room", "Shelf"]
@@ -218,6 +218,23 @@ class Room:
         self.shelf.set(f"{front}{last + 1:09d}", b"now\n")
 
 
+class _Links:
+    """The links of the shelf, through the door of one process."""
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+        self._shelf = door.room.shelf
+
+    def point(self, name: str, target: str) -> None:
+        self._door._act(lambda: self._shelf.links.__setitem__(name, target), needs_room=True)
+
+    def targets(self) -> dict[str, str]:
+        return self._door._look(lambda: dict(self._shelf.links))
+
+    def remove(self, name: str) -> None:
+        self._door._act(lambda: self._shelf.links.pop(name))
+
+
 class Door:
     """One process's way to the shelf: a `Storage`, with links."""
 
@@ -280,14 +297,9 @@ class Door:
     def free_bytes(self) -> None:
         return None
 
-    def point(self, name: str, target: str) -> None:
-        self._act(lambda: self.room.shelf.links.__setitem__(name, target), needs_room=True)
-
-    def links(self) -> dict[str, str]:
-        return self._look(lambda: dict(self.room.shelf.links))
-
-    def unpoint(self, name: str) -> None:
-        self._act(lambda: self.room.shelf.links.pop(name))
+    @property
+    def features(self) -> StorageFeatures:
+        return StorageFeatures(links=_Links(self))
 
     def _value(self, key: str) -> bytes:
         value = self.room.shelf.values.get(key)

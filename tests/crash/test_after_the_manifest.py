@@ -17,7 +17,7 @@ from holdfast.ranks.store import StoreRanks
 from holdfast.runs.catalog import Catalog
 from holdfast.saving.coordinator import SaveRequest
 from holdfast.saving.pipeline import Saver
-from holdfast.storage.base import Storage
+from holdfast.storage.base import Storage, StorageFeatures
 from holdfast.testing import MemoryStorage, PowerLossStorage
 from holdfast.testing.storages import _Wrapper
 from tests.crash.runs import MemoryStore, Witness, components, violations
@@ -65,8 +65,9 @@ class FailingAfterManifest(_Wrapper):
         self._maybe_fail(f"delete {key}")
         self.inner.delete(key)
 
-    def point(self, name: str, target: str) -> None:
-        self._maybe_fail(f"point {name}")
+    @property
+    def features(self) -> StorageFeatures:
+        return StorageFeatures(links=_FailingLinks(self._maybe_fail))
 
     def _maybe_fail(self, call: str, *, begins: bool = False) -> None:
         with self._lock:
@@ -76,6 +77,22 @@ class FailingAfterManifest(_Wrapper):
             self.calls.append(call)
         if self.fail_at is not None and (number == self.fail_at or (self.lasting and number > self.fail_at)):
             raise self.error(call)
+
+
+class _FailingLinks:
+    """Links that lead nowhere; to make one may fail."""
+
+    def __init__(self, maybe_fail: Callable[[str], None]) -> None:
+        self._maybe_fail = maybe_fail
+
+    def point(self, name: str, target: str) -> None:
+        self._maybe_fail(f"point {name}")
+
+    def remove(self, name: str) -> None:
+        raise AssertionError("no link is removed while saving")
+
+    def targets(self) -> dict[str, str]:
+        return {}
 
 
 def save_once(storage: Storage, n: int, mode: Any) -> list[HoldfastError | str]:

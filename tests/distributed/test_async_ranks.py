@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import logging
@@ -32,6 +33,7 @@ from holdfast.runs.catalog import Catalog
 from holdfast.saving.coordinator import SaveRequest
 from holdfast.saving.pipeline import Saver
 from holdfast.saving.staging.budget import ranks_here
+from holdfast.storage.base import Links, StorageFeatures
 from holdfast.storage.local.local import LocalStorage
 from holdfast.testing import Outcome, values
 from tests.distributed.scenes import Holder, Play, bits, caught, hash_tree, meet, run_scenes, the_same_error
@@ -722,11 +724,29 @@ class EndsAfterCommit(LocalStorage):
 
     signal_number = signal.SIGKILL
 
+    @property
+    def features(self) -> StorageFeatures:
+        features = super().features
+        assert features.links is not None
+        return dataclasses.replace(features, links=EndingLinks(features.links, self.signal_number))
+
+
+@dataclasses.dataclass
+class EndingLinks:
+    inner: Links
+    signal_number: int
+
     def point(self, name: str, target: str) -> None:
-        super().point(name, target)
+        self.inner.point(name, target)
         if target == "step-000000002":
             os.kill(os.getpid(), self.signal_number)
             signal.pause()
+
+    def remove(self, name: str) -> None:
+        self.inner.remove(name)
+
+    def targets(self) -> dict[str, str]:
+        return self.inner.targets()
 
 
 def leader_that_ends_after_its_commit(rank: int, run: Path, notes: Path, mode: str, end: int, hosted: bool) -> Any:

@@ -66,7 +66,7 @@ from holdfast.runs.attempts import AttemptRecord, encode_attempt, read_attempt
 from holdfast.runs.lineage import Lineage
 from holdfast.runs.process_identity import this_process
 from holdfast.runs.selector import Selector
-from holdfast.storage.base import Storage
+from holdfast.storage.base import Storage, features_of
 from holdfast.storage.displacing import remove_or_set_aside
 from holdfast.storage.documents import read_document
 from holdfast.storage.retrying import with_retries
@@ -749,11 +749,11 @@ class Catalog:
 
     def point_latest(self, folder: str) -> None:
         """Move the `latest` link where the storage has links. It is for people; no reader of ours looks at it."""
-        point = getattr(self.storage, "point", None)
-        if point is None:
+        links = features_of(self.storage).links
+        if links is None:
             return
         try:
-            point(paths.LATEST_LINK, folder)
+            links.point(paths.LATEST_LINK, folder)
         except Exception as error:
             logger.warning("committed, but the link 'latest' could not be moved: %s", error)
 

@@ -30,6 +30,7 @@ from holdfast.runs.process_identity import Identity, is_alive
 from holdfast.runs.retention import Decision, retain
 from holdfast.runs.verify import verify
 from holdfast.runs.worker import WorkerThread
+from holdfast.storage.base import features_of
 
 logger = logging.getLogger("holdfast")
 
@@ -300,31 +301,31 @@ class Housekeeper:
 
     def _point(self, kept: Sequence[Checkpoint]) -> None:
         """Make the links that there shall be, and remove others that are made here, by their names."""
-        storage: Any = self._catalog.storage
-        if self._links is False or not hasattr(storage, "point"):
+        links = features_of(self._catalog.storage).links
+        if self._links is False or links is None:
             return
         wanted = self._wanted(kept)
         try:
-            present = storage.links()
+            present = links.targets()
             for name, target in wanted.items():
                 if present.get(name) != target:
-                    storage.point(name, target)
+                    links.point(name, target)
             for name, target in present.items():
                 if name not in wanted and self._is_ours(name, target):
-                    storage.unpoint(name)
+                    links.remove(name)
         except StorageError as error:
             logger.warning("the links could not be moved: %s", error)
 
     def _unpoint_lost(self, scan: Scan) -> None:
         """Remove links to what is no checkpoint any more: they were made for one, after whatever template, and lead
         nowhere. Not before it is gone: it may still stay, and the link be somebody's own."""
-        storage: Any = self._catalog.storage
-        if not hasattr(storage, "point"):
+        links = features_of(self._catalog.storage).links
+        if links is None:
             return
         try:
-            for name, target in storage.links().items():
+            for name, target in links.targets().items():
                 if paths.parse_folder(target) is not None and self._is_lost(target, scan):
-                    storage.unpoint(name)
+                    links.remove(name)
         except StorageError as error:
             logger.warning("links that lead nowhere could not be removed: %s", error)
 

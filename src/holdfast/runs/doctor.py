@@ -9,7 +9,7 @@ import contextlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from holdfast.errors import DamagedRecordError, KeyMissingError, StorageError, UnsupportedFormatError
 from holdfast.ondisk import paths
@@ -19,6 +19,7 @@ from holdfast.runs.catalog import Catalog, Checkpoint, Scan
 from holdfast.runs.cleanup import Housekeeper
 from holdfast.runs.lease import Lease, claim_names, foreign_claims, read_claim, reader_claims, require_free
 from holdfast.runs.process_identity import Identity, is_alive
+from holdfast.storage.base import features_of
 from holdfast.storage.displacing import obstruction_of, remove_or_set_aside, set_aside
 
 __all__ = ["Finding", "Kind", "examine", "mend"]
@@ -206,8 +207,8 @@ def _readers(catalog: Catalog) -> Iterator[Finding]:
 
 
 def _links(catalog: Catalog, scan: Scan) -> Iterator[Finding]:
-    links: Any = getattr(catalog.storage, "links", None)
-    for name, target in links().items() if links is not None else ():
+    links = features_of(catalog.storage).links
+    for name, target in links.targets().items() if links is not None else ():
         if paths.parse_folder(target) is not None and catalog.is_gone(target, scan):
             yield Finding("link", name, f"points to {target}, which is gone", "is removed", mendable=True)
 
@@ -255,10 +256,12 @@ def _mend_run(catalog: Catalog, findings: Sequence[Finding]) -> None:
 
 
 def _mend_links(catalog: Catalog, findings: Sequence[Finding]) -> None:
-    storage: Any = catalog.storage
+    links = features_of(catalog.storage).links
+    if links is None:
+        return
     for finding in _of_kind(findings, "link"):
-        with contextlib.suppress(KeyMissingError):  # somebody else removed it
-            storage.unpoint(finding.path)
+        with contextlib.suppress(KeyMissingError):  # another process removed it
+            links.remove(finding.path)
 
 
 def _remove_damaged_claims(catalog: Catalog, number: int) -> None:

@@ -18,15 +18,22 @@ of a key before a `/`, and `""` is the root. The contract, which `holdfast.testi
 - Every failure is a `StorageError` that names the key; a key that is not there is a `KeyMissingError`, and one that
   cannot be what was written there (no regular value, too short, too large) a `KeyDamagedError`. Any other error of a
   read says that the storage cannot be read now: it is tried again, and never taken for damage.
+
+What only some storages can do is declared: a storage may have a property `features`, which returns a
+`StorageFeatures`. Nothing that is not declared is used, whatever methods an object has; a storage without the property
+declares nothing. `StorageContract` checks that what is declared works.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self, runtime_checkable
 
-__all__ = ["Bytes", "Entry", "Sink", "Source", "Storage", "alignment_of"]
+from holdfast.errors import UsageError
+
+__all__ = ["Bytes", "Entry", "Links", "Sink", "Source", "Storage", "StorageFeatures", "alignment_of", "features_of"]
 
 Bytes = bytes | bytearray | memoryview
 
@@ -66,7 +73,7 @@ class Sink(Protocol):
 class Source(Protocol):
     """A key that is being read. May be used by several threads at once.
 
-    A source may have an `alignment_bytes`, see `alignment_of`.
+    A source of a storage that declares `aligned_reads` has an `alignment_bytes`, see `alignment_of`.
     """
 
     @property
@@ -85,9 +92,10 @@ class Source(Protocol):
 
 
 def alignment_of(source: Source) -> int:
-    """The number that offsets, sizes and memory should be multiples of for this source to read at its best.
+    """Return the number that offsets, sizes and memory should be multiples of for this source to read at its best.
 
-    1, which is what a source has that says nothing of it, means that any will do. Others are read as well, only slower.
+    1, which also stands for a source without `alignment_bytes`, means that any will do. Others are read as well, only
+    slower.
     """
     return getattr(source, "alignment_bytes", 1)
 
@@ -98,7 +106,7 @@ class Storage(Protocol):
 
     @property
     def url(self) -> str:
-        """Where this is, for people and for messages: a path or a URL."""
+        """Return where this is, for people and for messages: a path or a URL."""
 
     def put(self, key: str, data: bytes) -> None:
         """Create a small key, whole or not at all."""
@@ -109,10 +117,11 @@ class Storage(Protocol):
     def open(self, key: str) -> Source: ...
 
     def read(self, key: str, limit_bytes: int) -> bytes:
-        """The whole value of a small key. More than `limit_bytes` is a `KeyDamagedError` before memory is taken."""
+        """Return the whole value of a small key. One with more than `limit_bytes` is a `KeyDamagedError`, before memory
+        is taken."""
 
     def entries(self, folder: str) -> list[Entry]:
-        """The names directly inside a folder, sorted. A folder that does not exist is empty."""
+        """Return the names directly inside a folder, sorted. A folder that does not exist is empty."""
 
     def sync(self, folder: str) -> None:
         """Make every name in this folder, and the folder's own name, durable."""
@@ -121,4 +130,53 @@ class Storage(Protocol):
         """Remove a key; one that is not there is no error. The removal is durable after `sync`."""
 
     def free_bytes(self) -> int | None:
-        """The room that is left, or None where there is no such number."""
+        """Return the room that is left, or None where there is no such number."""
+
+
+class Links(Protocol):
+    """Links in the root of a storage, for people and scripts: Holdfast makes them and follows none."""
+
+    def point(self, name: str, target: str) -> None:
+        """Make the link `name` lead to `target`, a key or a folder. A reader finds the old or the new target. Only a
+        link is replaced, never a key or a folder."""
+
+    def remove(self, name: str) -> None:
+        """Remove a link. Anything else under that name stays, and is an error."""
+
+    def targets(self) -> dict[str, str]:
+        """Return the links by name, and where each leads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageFeatures:
+    """What a storage can do beyond the protocol. The defaults are what a storage has that declares nothing."""
+
+    reopens_by_url: bool = False
+    """A new process on this machine that calls `open_storage(url)` gets the same storage. Asynchronous saves are then
+    written by a process that survives the trainer; otherwise by a thread inside the trainer, which ends with it."""
+
+    aligned_reads: bool = False
+    """Its sources have `alignment_bytes`, see `alignment_of`."""
+
+    links: Links | None = None
+    """Its links, such as `latest`."""
+
+    displace: Callable[[str], str] | None = None
+    """Rename whatever has the name of a key, also what is no value; return the new key, in the same folder."""
+
+    identity: Callable[[], Hashable | None] | None = None
+    """Return a value that is equal for two storages at the same place under different URLs; None if it is not known."""
+
+
+_MINIMAL_FEATURES = StorageFeatures()
+
+
+def features_of(storage: Storage) -> StorageFeatures:
+    """Return what a storage declares; the minimal features where it declares nothing."""
+    declared = getattr(storage, "features", _MINIMAL_FEATURES)
+    if not isinstance(declared, StorageFeatures):
+        raise UsageError(
+            f"the features of a {type(storage).__name__} are a {type(declared).__name__}",
+            advice="return a holdfast.storage.base.StorageFeatures from its property 'features'",
+        )
+    return declared

@@ -1,16 +1,15 @@
 """Free the place of a key of whatever is no value there. A storage and a key enter; a free place leaves.
 
 Only a file system has such things: a folder, a link or a special file under the name of a key, or a file under that of
-a folder. What may hold somebody's data is renamed, not deleted.
+a folder. What may hold data of a user is renamed, not deleted.
 """
 
 from __future__ import annotations
 
 import errno
-from typing import Any
 
 from holdfast.errors import KeyDamagedError, StorageError
-from holdfast.storage.base import Storage
+from holdfast.storage.base import Storage, features_of
 
 __all__ = ["obstruction_of", "remove_or_set_aside", "set_aside"]
 
@@ -40,11 +39,11 @@ def remove_or_set_aside(storage: Storage, key: str) -> None:
 
 def set_aside(storage: Storage, key: str) -> None:
     """Rename whatever lies in the place of a key; an error where the storage cannot."""
-    rename: Any = getattr(storage, "set_aside", None)
-    if rename is None:
+    displace = features_of(storage).displace
+    if displace is None:
         raise StorageError(
             "something that is no value has this name, and the storage cannot rename it",
             file=key,
             advice="move it away by hand",
         )
-    rename(key)
+    displace(key)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from importlib import metadata
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from holdfast.errors import UsageError
-from holdfast.storage.base import Storage
+from holdfast.storage.base import Storage, features_of
 from holdfast.storage.local.local import LocalStorage
 
 if TYPE_CHECKING:
@@ -55,12 +55,17 @@ def storage_for(run: str | os.PathLike[str] | Storage, storage: object) -> Stora
 
 
 def same_place(one: Storage, other: Storage) -> bool:
-    """Return whether two storages are the same one: by their URLs, or by the folder that they have, to which links,
-    relative paths and bind mounts give many names."""
+    """Return whether two storages are the same one: by their URLs, or by the identity that both declare, because links,
+    relative paths and bind mounts give a folder many names."""
     if one.url == other.url:
         return True
-    folders = [storage.folder_identity() for storage in (one, other) if hasattr(storage, "folder_identity")]
-    return len(folders) == 2 and folders[0] is not None and folders[0] == folders[1]
+    first, second = (_identity(storage) for storage in (one, other))
+    return first is not None and first == second
+
+
+def _identity(storage: Storage) -> Hashable | None:
+    identity = features_of(storage).identity
+    return identity() if identity is not None else None
 
 
 def path_of_file_url(url: str) -> str:

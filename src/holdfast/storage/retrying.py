@@ -14,10 +14,10 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 from holdfast.errors import KeyDamagedError, KeyExistsError, KeyMissingError, StorageError
-from holdfast.storage.base import Entry, Sink, Source, Storage, alignment_of
+from holdfast.storage.base import Entry, Sink, Source, Storage, StorageFeatures, alignment_of, features_of
 
 logger = logging.getLogger("holdfast")
 
@@ -77,6 +77,10 @@ class RetryingStorage:
     def url(self) -> str:
         return self.inner.url
 
+    @property
+    def features(self) -> StorageFeatures:
+        return features_of(self.inner)
+
     def put(self, key: str, data: bytes) -> None:
         self.inner.put(key, data)
 
@@ -101,13 +105,6 @@ class RetryingStorage:
     def free_bytes(self) -> int | None:
         return self.inner.free_bytes()
 
-    def __getattr__(self, name: str) -> Any:
-        """Return what only some storages have, such as `point`."""
-        # Not before there is an inner one: copying and unpickling ask for private names first.
-        if name.startswith("_") or name == "inner":
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
     def __repr__(self) -> str:
         return repr(self.inner)
 
@@ -129,7 +126,7 @@ class _RetryingSource:
 
     @property
     def alignment_bytes(self) -> int:
-        return alignment_of(self._sources[-1])
+        return alignment_of(self._sources[-1]) if features_of(self._storage).aligned_reads else 1
 
     def read_into(self, offset: int, target: memoryview) -> None:
         source = self._sources[-1]

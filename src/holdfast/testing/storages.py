@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from holdfast.errors import KeyDamagedError, KeyExistsError, KeyMissingError, StorageError, UsageError
-from holdfast.storage.base import Bytes, Entry, Sink, Source, Storage, alignment_of
+from holdfast.storage.base import Bytes, Entry, Sink, Source, Storage, StorageFeatures, alignment_of, features_of
 from holdfast.storage.keys import folder_parts, key_parts
 from holdfast.storage.local.advice import explained
 
@@ -213,6 +213,11 @@ class _Wrapper:
     @property
     def url(self) -> str:
         return self.inner.url
+
+    @property
+    def features(self) -> StorageFeatures:
+        """Return what does not bypass the wrapper: reads of the inner storage's sources."""
+        return StorageFeatures(aligned_reads=features_of(self.inner).aligned_reads)
 
     def put(self, key: str, data: bytes) -> None:
         self._act(f"put {key}", lambda: self.inner.put(key, data), size_bytes=len(data))

@@ -88,7 +88,7 @@ class Run:
 
     @property
     def links(self) -> dict[str, str]:
-        return self.storage.links()
+        return self.storage.features.links.targets()
 
     @property
     def names(self) -> list[str]:
@@ -121,10 +121,10 @@ def test_latest_leads_to_the_newest_also_when_it_was_lost_or_moved(run: Run) -> 
     run.save(2)
     run.keeper.tidy()
     assert run.links == {"latest": folder(2)}
-    run.storage.unpoint("latest")
+    run.storage.features.links.remove("latest")
     run.keeper.tidy()
     assert run.links == {"latest": folder(2)}
-    run.storage.point("latest", folder(1))
+    run.storage.features.links.point("latest", folder(1))
     run.keeper.tidy()
     assert run.links == {"latest": folder(2)}
 
@@ -333,9 +333,9 @@ def test_a_template_that_changed_leaves_no_link_that_leads_nowhere(run: Run, tmp
 def test_without_links_none_is_made_or_moved(run: Run) -> None:
     run.keep(KeepLast(1) | KeepBest("loss"), links=False)
     run.save(1, loss=1)
-    run.storage.unpoint("latest")
-    run.storage.point("best", folder(1))
-    run.storage.point("mine", folder(7))
+    run.storage.features.links.remove("latest")
+    run.storage.features.links.point("best", folder(1))
+    run.storage.features.links.point("mine", folder(7))
     run.keeper.tidy()
     assert run.links == {"best": folder(1)}, "and what would lead nowhere goes"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import KeyDamagedError, KeyMissingError, StorageError
-from holdfast.storage.base import Storage
+from holdfast.storage.base import Storage, StorageFeatures, features_of
 from holdfast.storage.local.disk import Disk
 from holdfast.storage.local.local import LocalStorage
 from holdfast.storage.retrying import PAUSES_SECONDS, RetryingStorage, with_retries
@@ -133,10 +133,11 @@ def test_threads_that_share_a_source_all_read_on_after_an_error() -> None:
     assert b"".join(sorted(got)) == b"0123456789"
 
 
-def test_what_only_some_storages_have_is_still_there(tmp_path: Path) -> None:
+def test_it_declares_what_the_inner_storage_declares(tmp_path: Path) -> None:
     storage = with_retries(LocalStorage(tmp_path))
     assert isinstance(storage, RetryingStorage)
-    assert storage.opens_by_url
-    assert not hasattr(with_retries(MemoryStorage()), "point")
+    assert storage.features.reopens_by_url
+    assert storage.features.links is not None
+    assert features_of(with_retries(MemoryStorage())) == StorageFeatures()
     assert with_retries(storage) is storage
     assert pickle.loads(pickle.dumps(storage)).url == str(tmp_path)

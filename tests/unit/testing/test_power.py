@@ -169,16 +169,16 @@ def test_a_folder_removed_and_synced_stays_removed(scratch: Path) -> None:
 
 def test_a_link_is_the_old_one_or_the_new_one(scratch: Path) -> None:
     storage = PowerLossStorage(scratch)
-    storage.point("latest", "step-1")
+    storage.features.links.point("latest", "step-1")
     log_before = storage.calls
-    storage.point("latest", "step-2")
+    storage.features.links.point("latest", "step-2")
     total = storage.calls
     seen = set()
     for crash_at in range(log_before + 1, total + 2):
         again = PowerLossStorage(scratch / f"again-{crash_at}", crash_at=crash_at)
-        again.point("latest", "step-1")
+        again.features.links.point("latest", "step-1")
         try:
-            again.point("latest", "step-2")
+            again.features.links.point("latest", "step-2")
         except SimulatedCrash:
             pass
         for seed in SEEDS:

@@ -1,7 +1,7 @@
 """The trainer's end: start a writer, tell it what to write, hear how it went. Knows processes; knows no torch.
 
-A storage that another process can open by its URL is written by a process; any other, such as one of the testing kit,
-by a thread of this process, with the same code behind the same line.
+A storage that declares that another process can open it by its URL is written by a process; any other, such as one of
+the testing kit, by a thread of this process, with the same code behind the same line.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from holdfast.saving.staging.arena import Arena
 from holdfast.saving.writer.channel import Line
 from holdfast.saving.writer.launch import start_process
 from holdfast.saving.writer.messages import Answer, Layout, Leave, NewArena, Order
-from holdfast.storage.base import Storage
+from holdfast.storage.base import Storage, features_of
 
 logger = logging.getLogger("holdfast")
 
@@ -33,19 +33,36 @@ _LEAVE_SECONDS = 5.0
 _END_SECONDS = 1.0
 # Orders are small, and a writer between two saves does nothing but wait for them.
 _SEND_SECONDS = 60.0
+# The URLs of storages whose writer is a thread, as it was logged.
+_warned: set[str] = set()
 
 
 def start_writer(storage: Storage) -> Writer:
     """A writer for that storage; it takes orders at once, though it may still be starting."""
     ours, theirs = socket.socketpair()
     ours.settimeout(_SEND_SECONDS)
-    if getattr(storage, "opens_by_url", False) and sys.executable:
+    reopens = features_of(storage).reopens_by_url
+    if reopens and sys.executable:
         process = start_process(theirs.fileno())
         theirs.close()
         return Writer(ours, process, None)
+    if not reopens:
+        _warn_of_thread(storage)
     thread = _WriterThread(Line(theirs, Order), storage)
     thread.start()
     return Writer(ours, None, thread)
+
+
+def _warn_of_thread(storage: Storage) -> None:
+    """Log, once for each storage, what a writer that is no process cannot do."""
+    if storage.url in _warned:
+        return
+    _warned.add(storage.url)
+    logger.warning(
+        "%r cannot be opened by another process (its features do not declare reopens_by_url): asynchronous saves are "
+        "written by a thread of this process, and a save that is not committed is lost if this process ends",
+        storage,
+    )
 
 
 class _WriterThread(threading.Thread):

@@ -1,12 +1,14 @@
-"""Say an error of the system in our words, with what a person can do about it. Knows paths; makes no calls."""
+"""Turn errors of the system into ours, with what a person can do about them. Knows paths; makes no calls."""
 
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from holdfast.errors import KeyDamagedError, KeyExistsError, KeyMissingError, StorageError
 
-__all__ = ["explained"]
+__all__ = ["explained", "explaining"]
 
 _ADVICE = {
     errno.EACCES: "the user of this process may not do that there: look at the owner and the mode of the folders",
@@ -27,7 +29,7 @@ _SOMETHING_ELSE = {errno.ELOOP, errno.ENOTDIR, errno.ENXIO}
 
 
 def explained(error: OSError, doing: str, file: str) -> StorageError:
-    """The same error as a `StorageError` that names the file."""
+    """Return the same error as a `StorageError` that names the file."""
     if isinstance(error, StorageError):
         return error
     if isinstance(error, FileExistsError):
@@ -36,3 +38,14 @@ def explained(error: OSError, doing: str, file: str) -> StorageError:
         return KeyMissingError("it does not exist", errno=errno.ENOENT, file=file)
     kind = KeyDamagedError if error.errno in _SOMETHING_ELSE else StorageError
     return kind.of(error, doing, file=file, advice=_ADVICE.get(error.errno or 0, ""))
+
+
+@contextmanager
+def explaining(doing: str, file: str) -> Iterator[None]:
+    """Raise every error of the system inside of it as a `StorageError` that names the file."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        raise explained(error, doing, file) from error

@@ -17,16 +17,16 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
-from holdfast.errors import KeyDamagedError, StorageError, UsageError
-from holdfast.storage.base import Entry
+from holdfast.errors import KeyDamagedError, UsageError
+from holdfast.storage.base import Entry, StorageFeatures
 from holdfast.storage.keys import folder_parts, is_part, key_parts
-from holdfast.storage.local.advice import explained
+from holdfast.storage.local.advice import explaining
 from holdfast.storage.local.disk import Disk
 from holdfast.storage.local.folders import Folders, sync_folder
-from holdfast.storage.local.publish import put_whole, temporary_name, try_unlink
+from holdfast.storage.local.links import LocalLinks
+from holdfast.storage.local.publish import put_whole
 from holdfast.storage.local.source import LocalSource
 from holdfast.storage.local.streaming import FileSink
 
@@ -34,7 +34,7 @@ __all__ = ["LocalStorage"]
 
 _DISK = Disk()
 # No name of a run begins so.
-_SET_ASIDE_PREFIX = "set-aside-"
+_DISPLACED_PREFIX = "set-aside-"
 
 
 class LocalStorage:
@@ -57,20 +57,15 @@ class LocalStorage:
         return self._root
 
     @property
-    def opens_by_url(self) -> bool:
-        """Whether another process that opens `url` has the same storage: not a class or a disk that is only in this."""
-        return type(self) is LocalStorage and self._disk is _DISK
-
-    def folder_identity(self) -> tuple[int, int] | None:
-        """Return what is the same for every path to the root: the numbers of its device and its inode; None as long as
-        it is not there."""
-        with self._explaining("looking at it", ""):
-            try:
-                with self._folders.opened([]) as root:
-                    status = self._disk.status_of(root)
-            except FileNotFoundError:
-                return None
-        return status.st_dev, status.st_ino
+    def features(self) -> StorageFeatures:
+        return StorageFeatures(
+            # Another process opens neither a subclass nor a disk that exists only in this one.
+            reopens_by_url=type(self) is LocalStorage and self._disk is _DISK,
+            aligned_reads=True,
+            links=LocalLinks(self._root, self._disk, self._folders),
+            displace=self._displace,
+            identity=self._identity,
+        )
 
     def put(self, key: str, data: bytes) -> None:
         *folders, name = key_parts(key)
@@ -142,47 +137,31 @@ class LocalStorage:
                         raise
                     path = os.path.dirname(path)
 
-    def point(self, name: str, target: str) -> None:
-        """Make the link `name` in the root lead to `target`, a key or a folder. A reader finds the old or the new one.
+    def __repr__(self) -> str:
+        return f"LocalStorage({self._root!r})"
 
-        For people and scripts: nothing here ever follows it. Only a link is replaced, never a file or a folder.
-        """
-        key_parts(target)
-        if len(key_parts(name)) != 1:
-            raise UsageError(f"{name!r} is no name of a link in the root")
-        with self._explaining(f"making it a link to {target}", name):
-            self._folders.in_made([], lambda root: self._point(root, name, target))
+    # Features
 
-    def links(self) -> dict[str, str]:
-        """The links in the root, and where each leads. Whatever is no link is passed over."""
-        with self._explaining("listing its links", ""):
+    def _identity(self) -> tuple[int, int] | None:
+        """Return what is the same for every path to the root: the numbers of its device and its inode; None as long as
+        it is not there."""
+        with self._explaining("looking at it", ""):
             try:
                 with self._folders.opened([]) as root:
-                    names = sorted(name for name in self._disk.list_names(root) if is_part(name))
-                    found = {name: self._target(root, name) for name in names}
+                    status = self._disk.status_of(root)
             except FileNotFoundError:
-                return {}
-        return {name: target for name, target in found.items() if target is not None}
+                return None
+        return status.st_dev, status.st_ino
 
-    def unpoint(self, name: str) -> None:
-        """Remove a link from the root. Anything else under that name stays, and is an error."""
-        with self._explaining("removing the link", name), self._folders.opened([]) as root:
-            self._require_replaceable(root, name)
-            self._disk.unlink(root, name)
-            sync_folder(self._disk, root)
-
-    def set_aside(self, key: str) -> str:
+    def _displace(self, key: str) -> str:
         """Rename whatever lies in the place of a key, also a folder with all that is in it, a link or a special file.
         Return the new key, in the same folder: nothing reads it, and nothing in it is lost."""
         *folders, name = key_parts(key)
-        new_name = f"{_SET_ASIDE_PREFIX}{os.urandom(4).hex()}.{name}"
+        new_name = f"{_DISPLACED_PREFIX}{os.urandom(4).hex()}.{name}"
         with self._explaining(f"renaming it to {new_name}", key), self._folders.opened(folders) as folder:
             self._disk.rename(folder, name, new_name)
             sync_folder(self._disk, folder)
         return "/".join((*folders, new_name))
-
-    def __repr__(self) -> str:
-        return f"LocalStorage({self._root!r})"
 
     # Single names
 
@@ -195,42 +174,10 @@ class LocalStorage:
             return Entry(name, None)
         return Entry(name, status.st_size) if stat.S_ISREG(status.st_mode) else None
 
-    def _point(self, root: int, name: str, target: str) -> None:
-        self._require_replaceable(root, name)
-        temporary = temporary_name()
-        self._disk.symlink(target, root, temporary)
-        try:
-            self._disk.rename(root, temporary, name)
-        except OSError:
-            try_unlink(self._disk, root, temporary)
-            raise
-        sync_folder(self._disk, root)
-
-    def _target(self, root: int, name: str) -> str | None:
-        try:
-            is_link = stat.S_ISLNK(self._disk.status(root, name).st_mode)
-            return self._disk.read_link(root, name) if is_link else None
-        except FileNotFoundError:
-            return None
-
-    def _require_replaceable(self, root: int, name: str) -> None:
-        try:
-            status = self._disk.status(root, name)
-        except FileNotFoundError:
-            return
-        if not stat.S_ISLNK(status.st_mode):
-            raise StorageError("it is no link, and only a link is replaced", errno=errno.EEXIST, file=self._path(name))
-
-    # Words
+    # Errors
 
     def _path(self, key: str) -> str:
         return os.path.join(self._root, key) if key else self._root
 
-    @contextmanager
-    def _explaining(self, doing: str, key: str) -> Iterator[None]:
-        try:
-            yield
-        except StorageError:
-            raise
-        except OSError as error:
-            raise explained(error, doing, self._path(key)) from error
+    def _explaining(self, doing: str, key: str) -> AbstractContextManager[None]:
+        return explaining(doing, self._path(key))

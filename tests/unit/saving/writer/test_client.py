@@ -15,6 +15,7 @@ from holdfast.errors import SaveFailedError
 from holdfast.saving.staging.arena import Arena
 from holdfast.saving.writer.client import start_writer
 from holdfast.saving.writer.messages import Commit, NewArena
+from holdfast.storage.base import StorageFeatures
 from holdfast.storage.local.local import LocalStorage
 from holdfast.testing import MemoryStorage
 
@@ -62,6 +63,27 @@ def test_a_writer_that_was_killed_between_two_saves_is_replaced_with_a_warning(
         os.close(handle)
         manager.save(2, wait=True)
     assert "the writer process was killed by SIGKILL after step 1; a new one is started" in caplog.text
+
+
+def test_a_writer_that_is_a_thread_is_logged_once_for_each_storage(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Reopening(MemoryStorage):
+        features = StorageFeatures(reopens_by_url=True)
+
+    model = torch.nn.Linear(2, 2)
+    for url in ("memory://logged-once", "memory://logged-once", "memory://another"):
+        with holdfast.CheckpointManager(url, {"model": model}, storage=MemoryStorage(url), mode="async") as manager:
+            manager.save(1, wait=True)
+            manager.save(2, wait=True)
+    assert caplog.text.count("MemoryStorage('memory://logged-once') cannot be opened by another process") == 1
+    assert caplog.text.count("MemoryStorage('memory://another') cannot be opened by another process") == 1
+    caplog.clear()
+    for storage in (LocalStorage(tmp_path), Reopening("memory://declared")):
+        writer = start_writer(storage)
+        assert writer.process_id is not None
+        writer.leave()
+    assert caplog.text == ""
 
 
 def test_a_living_writer_answers_what_it_cannot_do(storage: Any) -> None:

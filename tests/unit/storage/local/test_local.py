@@ -343,7 +343,7 @@ def test_a_read_only_disk_is_said(tmp_path: Path) -> None:
             lambda: storage.put("key", b"x"),
             lambda: storage.put("folder/key", b"x"),
             lambda: storage.create("key", 1),
-            lambda: storage.point("latest", "folder"),
+            lambda: storage.features.links.point("latest", "folder"),
         ):
             with pytest.raises(StorageError, match="read-only") as caught:
                 call()
@@ -422,38 +422,6 @@ def test_a_file_that_shrinks_under_a_reader_is_an_error(tmp_path: Path) -> None:
         source.read_into(0, memoryview(bytearray(1)))
 
 
-# Links for people
-
-
-def test_point_makes_and_replaces_a_relative_link(tmp_path: Path) -> None:
-    storage = LocalStorage(tmp_path / "run")
-    storage.point("latest", "step-1")
-    storage.put("step-2/key", b"x")
-    storage.point("latest", "step-2")
-    assert os.readlink(tmp_path / "run" / "latest") == "step-2"
-    assert sorted(os.listdir(tmp_path / "run")) == ["latest", "step-2"]
-    assert storage.entries("") == [Entry("step-2", None)]
-    storage.delete("latest")
-    assert os.listdir(tmp_path / "run") == ["step-2"]
-
-
-def test_point_replaces_nothing_but_links(tmp_path: Path) -> None:
-    storage = LocalStorage(tmp_path)
-    storage.put("file", b"x")
-    storage.put("folder/key", b"x")
-    for name in ("file", "folder"):
-        with pytest.raises(StorageError, match="only a link is replaced"):
-            storage.point(name, "step-1")
-    assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
-
-
-@pytest.mark.parametrize(("name", "target"), [("a/b", "c"), ("..", "c"), ("a", "../c"), ("a", "/etc"), ("a", "")])
-def test_point_stays_inside_the_root(tmp_path: Path, name: str, target: str) -> None:
-    with pytest.raises(UsageError):
-        LocalStorage(tmp_path / "run").point(name, target)
-    assert os.listdir(tmp_path) == []
-
-
 # What is held
 
 
@@ -521,7 +489,7 @@ def _use_everything(storage: LocalStorage) -> None:
             storage.open(key)
     with pytest.raises(StorageError):
         storage.put("folder/small", b"y")
-    storage.point("latest", "folder")
+    storage.features.links.point("latest", "folder")
     storage.entries("folder")
     storage.delete("folder/small")
 
