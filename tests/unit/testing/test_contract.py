@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 import pytest
 
 from holdfast.errors import KeyMissingError, StorageError
-from holdfast.storage.base import Entry, Storage
+from holdfast.storage.base import Entry, Storage, StorageFeatures
+from holdfast.storage.local.local import LocalStorage
 from holdfast.testing import MemoryStorage, StorageContract
+from holdfast.testing.contract.features import FeaturesContract
 
 PART_BYTES = 8 << 20
 
@@ -260,3 +264,122 @@ def test_a_wrong_storage_does_not_keep_the_contract(
 @pytest.mark.parametrize(("test", "arguments"), [wrong[1:] for wrong in WRONG], ids=lambda value: str(value)[:40])
 def test_a_right_storage_passes_the_same_tests(test: str, arguments: dict[str, Any]) -> None:
     getattr(OnOnePlace(), test)(MemoryStorage(), **arguments)
+
+
+# What is declared
+
+
+class DeclaresReopening(MemoryStorage):
+    """Is in the memory of this process, and says that others can open it."""
+
+    features = StorageFeatures(reopens_by_url=True)
+
+
+class ForgetfulLinks:
+    """Keeps links in one object, and not in the place."""
+
+    def __init__(self) -> None:
+        self.links: dict[str, str] = {}
+
+    def point(self, name: str, target: str) -> None:
+        self.links[name] = target
+
+    def remove(self, name: str) -> None:
+        del self.links[name]
+
+    def targets(self) -> dict[str, str]:
+        return self.links
+
+
+class _Declaring(LocalStorage):
+    """A local storage with one feature that is wrong."""
+
+    @property
+    def features(self) -> StorageFeatures:
+        return replace(super().features, **self.wrong())
+
+    def wrong(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class LinksOfOneObject(_Declaring):
+    def __init__(self, root: str) -> None:
+        super().__init__(root)
+        self.links = ForgetfulLinks()
+
+    def wrong(self) -> dict[str, Any]:
+        return {"links": self.links}
+
+
+class DisplacesByDeleting(_Declaring):
+    def wrong(self) -> dict[str, Any]:
+        def displace(key: str) -> str:
+            self.delete(key)
+            return f"{key}.displaced"
+
+        return {"displace": displace}
+
+
+class IdentityOfOneObject(_Declaring):
+    def wrong(self) -> dict[str, Any]:
+        return {"identity": lambda: id(self)}
+
+
+class _OddSource:
+    """A source that asks for multiples of a number that is no power of two."""
+
+    alignment_bytes = 1000
+
+    def __init__(self, inner: Any) -> None:
+        self.read_into = inner.read_into
+
+    def __enter__(self) -> _OddSource:
+        return self
+
+    def __exit__(self, *ended: object) -> None:
+        pass
+
+
+class UnalignedAlignment(_Declaring):
+    def open(self, key: str) -> Any:
+        return _OddSource(super().open(key))
+
+    def wrong(self) -> dict[str, Any]:
+        return {}
+
+
+WRONG_FEATURES = [
+    (LinksOfOneObject, "test_a_link_leads_where_it_was_pointed_last"),
+    (LinksOfOneObject, "test_a_link_is_no_key_and_replaces_none"),
+    (DisplacesByDeleting, "test_what_is_displaced_keeps_its_bytes_and_frees_its_name"),
+    (IdentityOfOneObject, "test_its_identity_is_that_of_another_object_on_the_same_place"),
+    (UnalignedAlignment, "test_reads_that_are_aligned_and_others_give_the_same_bytes"),
+]
+FEATURE_TESTS = sorted(name for name in vars(FeaturesContract) if name.startswith("test_"))
+
+
+class AtItsUrl(StorageContract):
+    def reopen(self, storage: Storage) -> Storage:
+        return type(storage)(storage.url)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(("make", "test"), WRONG_FEATURES)
+def test_a_feature_that_does_not_work_does_not_keep_the_contract(make: Any, test: str, tmp_path: Path) -> None:
+    with pytest.raises((AssertionError, pytest.fail.Exception, StorageError)):
+        getattr(AtItsUrl(), test)(make(str(tmp_path)))
+
+
+def test_a_storage_of_one_process_cannot_declare_that_others_open_it() -> None:
+    with pytest.raises(AssertionError):
+        AtItsUrl().test_another_process_that_opens_its_url_has_the_same_storage(DeclaresReopening())
+
+
+@pytest.mark.parametrize("test", FEATURE_TESTS)
+def test_a_local_storage_has_every_feature_that_can_be_declared(test: str, tmp_path: Path) -> None:
+    getattr(AtItsUrl(), test)(LocalStorage(tmp_path))
+
+
+@pytest.mark.parametrize("test", [name for name in FEATURE_TESTS if "record" not in name])
+def test_what_is_not_declared_is_not_asked_for(test: str) -> None:
+    with pytest.raises(pytest.skip.Exception, match="does not declare"):
+        getattr(OnOnePlace(), test)(MemoryStorage())
