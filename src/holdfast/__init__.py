@@ -47,11 +47,11 @@ if TYPE_CHECKING:
     )
     from holdfast.manager.manager import CheckpointManager, RestoreResult
     from holdfast.manager.results import SaveHandle
-    from holdfast.ondisk.codec import register_type
+    from holdfast.ondisk.codec.registry import register_type
     from holdfast.plugins.config import CheckpointConfig
     from holdfast.plugins.contexts import LoadContext, SaveContext
     from holdfast.plugins.protocol import CheckpointManagerProtocol, HoldfastManager, create_checkpoint_manager
-    from holdfast.runs.catalog import Checkpoint
+    from holdfast.runs.checkpoint import Checkpoint
     from holdfast.runs.doctor import Finding
     from holdfast.runs.events import Event
     from holdfast.runs.links import LinkTemplate
@@ -103,7 +103,7 @@ _HOME = {
         "runs.policies",
     ),
     "register_type": "ondisk.codec",
-    "Checkpoint": "runs.catalog",
+    "Checkpoint": "runs.checkpoint",
     "PerRank": "state.wrappers",
     "RNGState": "state.wrappers",
     "Sharded": "state.wrappers",

@@ -18,7 +18,8 @@ import holdfast
 from holdfast.loading.pipeline import LoadRequest, load
 from holdfast.loading.resolve import locate
 from holdfast.loading.strategy import LoadStrategy
-from holdfast.runs.catalog import Catalog, Checkpoint
+from holdfast.runs.catalog import Catalog
+from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.selector import Selector
 from tests.crash.runs import Part, Place, components
 

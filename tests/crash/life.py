@@ -32,7 +32,8 @@ from holdfast.errors import (
     RunInUseError,
 )
 from holdfast.manager.manager import CheckpointManager, RestoreResult
-from holdfast.runs.catalog import Catalog, Checkpoint
+from holdfast.runs.catalog import Catalog
+from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.lease import reading
 from holdfast.runs.policies import KeepPolicy
 from holdfast.testing import SimulatedCrash

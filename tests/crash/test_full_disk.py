@@ -35,7 +35,7 @@ from holdfast.storage.local.local import LocalStorage
 manager = holdfast.CheckpointManager(sys.argv[1], {{"model": torch.nn.Linear(64, 64)}}, mode="sync", rng=False)
 for step in (1, 2, 3):
     manager.save(step)
-Catalog(LocalStorage(sys.argv[1])).claim(4, 1, lease=1)
+Catalog(LocalStorage(sys.argv[1])).attempts.claim(4, 1, lease=1)
 os._exit(0)
 """
 
@@ -118,7 +118,7 @@ def test_where_no_room_can_be_made_the_error_says_what_to_remove(disk: Path) -> 
     run = disk / "run"
     trained(run)
     for folder in range(20):
-        Catalog(LocalStorage(run)).claim(100 + folder, 1, lease=1)
+        Catalog(LocalStorage(run)).attempts.claim(100 + folder, 1, lease=1)
     fill(disk)
     with pytest.raises(StorageError, match=r"remove any file that is no part of a run.*holdfast prune"):
         holdfast.prune(run, KeepLast(1))

@@ -22,6 +22,8 @@ import holdfast
 from holdfast.errors import HoldfastError, RunInUseError, StorageError
 from holdfast.ondisk import paths
 from holdfast.runs import cleanup, lease, retention
+from holdfast.runs.annotations import Annotations
+from holdfast.runs.attempts import Attempts
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.policies import Record
 from holdfast.saving import commit, coordinator
@@ -415,7 +417,7 @@ def test_bytes_that_go_before_the_manifest_are_missed(monkeypatch: pytest.Monkey
     uncommit = Catalog.uncommit
 
     def bytes_first(self: Catalog, folder: str) -> None:
-        self.clear(folder)
+        self.attempts.clear(folder)
         uncommit(self, folder)
 
     monkeypatch.setattr(Catalog, "uncommit", bytes_first)
@@ -446,7 +448,7 @@ def test_a_commit_that_does_not_look_at_the_number_is_noticed(monkeypatch: pytes
 
 @pytest.mark.guarantee("G13")
 def test_a_writer_that_closes_no_attempts_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Catalog, "close_attempts", lambda self, number: None)
+    monkeypatch.setattr(Attempts, "close_older", lambda self, number: None)
     noticed("G13", "is left with")
 
 
@@ -524,9 +526,9 @@ def test_damage_that_nobody_writes_down_is_noticed(monkeypatch: pytest.MonkeyPat
 
 
 def test_notes_that_are_lost_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    note = Catalog.note
+    add = Annotations.add
     monkeypatch.setattr(
-        Catalog, "note", lambda self, found, **said: None if "metrics" in said else note(self, found, **said)
+        Annotations, "add", lambda self, found, **said: None if "metrics" in said else add(self, found, **said)
     )
     noticed("is lost")
 

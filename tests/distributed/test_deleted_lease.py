@@ -153,6 +153,8 @@ def test_with_nobody_else_there_the_holder_goes_on(tmp_path: Path, stage: str) -
         assert training.ask("go on") == "RunInUseError"
     assert training.ask("save 4") == 4
     assert steps(tmp_path)[0] == 4
-    numbers = [Catalog(LocalStorage(tmp_path)).attempt(found.folder).lease for found in holdfast.checkpoints(tmp_path)]
+    numbers = [
+        Catalog(LocalStorage(tmp_path)).attempts.record(found.folder).lease for found in holdfast.checkpoints(tmp_path)
+    ]
     assert max(numbers) == numbers[0] == 2
     training.end()

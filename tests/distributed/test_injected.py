@@ -10,7 +10,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import holdfast
-from holdfast.plugins.protocol import CheckpointConfig, LoadContext, SaveContext, create_checkpoint_manager
+from holdfast.plugins.config import CheckpointConfig
+from holdfast.plugins.contexts import LoadContext, SaveContext
+from holdfast.plugins.protocol import create_checkpoint_manager
 from tests.distributed.scenes import bits, caught, run_scenes
 
 

@@ -14,7 +14,8 @@ from holdfast.cli.sources import Unreadable, exit_code_of, local_time, open_run,
 from holdfast.ondisk.codec import Json, plain
 from holdfast.ondisk.paths import folder_name
 from holdfast.runs.annotations import sum_up
-from holdfast.runs.catalog import Checkpoint, Scan, choose
+from holdfast.runs.checkpoint import Checkpoint, Scan
+from holdfast.runs.selection import choose
 from holdfast.runs.selector import Selector
 
 _SHOWN_METRICS = 4

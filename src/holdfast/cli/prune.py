@@ -20,9 +20,11 @@ from holdfast.cli.sources import open_run, print_passed_over, scan_run, unreadab
 from holdfast.errors import UsageError
 from holdfast.manager import functions
 from holdfast.ondisk import paths
-from holdfast.runs.catalog import Catalog, Scan
+from holdfast.runs.catalog import Catalog
+from holdfast.runs.checkpoint import Scan
 from holdfast.runs.policies import KeepBest, KeepEvery, KeepLast, KeepPolicy, KeepTagged
 from holdfast.runs.retention import Decision
+from holdfast.runs.selection import not_found
 from holdfast.runs.selector import Selector
 from holdfast.storage.base import Storage
 
@@ -74,7 +76,7 @@ def prune(
     scan = scan_run(catalog)
     scan.require_readable()
     if not scan.checkpoints:
-        raise catalog.not_found(Selector("latest"), scan)
+        raise not_found(catalog.storage, Selector("latest"), scan)
     print_passed_over(unreadable(catalog, scan))
     outcome = _prune(catalog, scan, policy) if yes else _look(catalog, scan, policy)
     if json:

@@ -21,7 +21,7 @@ from holdfast.cli.sources import find, local_time, open_source, print_passed_ove
 from holdfast.errors import UsageError
 from holdfast.ondisk.codec import Json, plain
 from holdfast.ondisk.manifest import STATE_DICT_NOTE, Manifest, MeshRecord, TensorRecord
-from holdfast.runs.catalog import Checkpoint
+from holdfast.runs.checkpoint import Checkpoint
 
 _EVERY = "*"
 _SHOWN_FILES = 24

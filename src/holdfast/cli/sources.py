@@ -10,7 +10,8 @@ from holdfast.cli.output import DAMAGED, REFUSED, SOUND, print_note
 from holdfast.errors import CheckpointNotFoundError, HoldfastError, UnsupportedFormatError, UsageError
 from holdfast.loading.resolve import locate
 from holdfast.ondisk import paths
-from holdfast.runs.catalog import Catalog, Checkpoint, Scan, Skipped
+from holdfast.runs.catalog import Catalog
+from holdfast.runs.checkpoint import Checkpoint, Scan, Skipped
 from holdfast.runs.selector import Selector
 
 _SHOWN_NAMES = 5

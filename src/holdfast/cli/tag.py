@@ -9,7 +9,9 @@ import typer
 from holdfast.cli.output import SOUND, cell, print_json, print_note, stdout
 from holdfast.cli.sources import find, open_source, print_passed_over
 from holdfast.errors import CheckpointNotFoundError, UsageError
-from holdfast.runs.catalog import Catalog, Checkpoint, Scan, choose
+from holdfast.runs.catalog import Catalog
+from holdfast.runs.checkpoint import Checkpoint, Scan
+from holdfast.runs.selection import choose
 from holdfast.runs.selector import Selector, check_tag
 
 
@@ -55,7 +57,7 @@ def tag(
 
 def _tag(catalog: Catalog, checkpoint: Checkpoint, name: str) -> None:
     if check_tag(name) not in checkpoint.tags:
-        catalog.note(checkpoint, tag=name)
+        catalog.annotations.add(checkpoint, tag=name)
 
 
 def _untag(catalog: Catalog, checkpoint: Checkpoint, name: str) -> None:
@@ -65,7 +67,7 @@ def _untag(catalog: Catalog, checkpoint: Checkpoint, name: str) -> None:
             run=catalog.storage.url,
             advice=f"its tags are: {', '.join(checkpoint.tags) or 'none'}",
         )
-    catalog.note(checkpoint, untag=name)
+    catalog.annotations.add(checkpoint, untag=name)
 
 
 def _again(checkpoint: Checkpoint, scan: Scan) -> Checkpoint:

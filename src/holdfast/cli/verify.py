@@ -27,7 +27,8 @@ from holdfast.cli.sources import (
 from holdfast.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, UsageError
 from holdfast.ondisk import paths
 from holdfast.runs import verify as verifying
-from holdfast.runs.catalog import Catalog, Checkpoint
+from holdfast.runs.catalog import Catalog
+from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.report import Problem
 
 _PATIENCE_SECONDS = 1.0

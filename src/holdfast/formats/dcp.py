@@ -87,10 +87,12 @@ from holdfast.ondisk.files import TensorFile
 from holdfast.ondisk.manifest import BLOCK_BYTES, MAX_VALUES_BYTES, ChunkRecord, FileRecord, TensorRecord, TreeRecord
 from holdfast.ondisk.regions import Box, cover_exactly
 from holdfast.ondisk.safetensors import FramedChunk, frame
-from holdfast.runs.catalog import Catalog, Checkpoint
+from holdfast.runs.catalog import Catalog
+from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.lease import Lease, reading
 from holdfast.runs.lineage import Lineage, ancestry, draw_segment
 from holdfast.runs.report import Problem
+from holdfast.runs.run_record import open_run
 from holdfast.runs.selector import Selector
 from holdfast.saving.commit import commit
 from holdfast.saving.facts import Facts, Listing
@@ -331,7 +333,7 @@ class HoldfastWriter(StorageWriter):  # type: ignore[misc]
         """Write this rank's tensors. What cannot be stored is found before the first byte, as far as it can be."""
         duty = _duty_of(plan)
         try:
-            self._catalog.require_claim(duty.folder, duty.claim)
+            self._catalog.attempts.require_claim(duty.folder, duty.claim)
             results = _write_items(plan.items, planner, duty, self._catalog)
         except HoldfastError as error:
             self._give_up()
@@ -393,12 +395,12 @@ class HoldfastWriter(StorageWriter):  # type: ignore[misc]
                 step=step,
                 advice="a committed checkpoint never changes; save another step",
             )
-        self._catalog.open_run()
-        lease = Lease.acquire(self._catalog.storage, close_attempts=self._catalog.close_attempts)
+        open_run(self._catalog)
+        lease = Lease.acquire(self._catalog.storage, close_attempts=self._catalog.attempts.close_older)
         self._hold = _Hold(lease.release, _FUNCTION_OF_SAVE)
         try:
             first = lease.floor.first_attempt(step)
-            folder, claim = self._catalog.claim(step, size, lease=lease.number, first=first)
+            folder, claim = self._catalog.attempts.claim(step, size, lease=lease.number, first=first)
         except BaseException:
             self._give_up()
             raise

@@ -19,7 +19,7 @@ from holdfast.ondisk.decoding import from_json
 from holdfast.ondisk.manifest import TensorRecord, TreeRecord
 from holdfast.ondisk.paths import is_rank_scope
 from holdfast.ondisk.regions import whole
-from holdfast.runs.catalog import Checkpoint
+from holdfast.runs.checkpoint import Checkpoint
 from holdfast.state.records import CapturedTree, CarriedTree
 from holdfast.state.tensors import torch_dtype
 

@@ -38,7 +38,8 @@ from holdfast.ondisk.codec import Json, plain, typed
 from holdfast.ondisk.decoding import from_json
 from holdfast.ondisk.manifest import TreeRecord
 from holdfast.ranks.base import Ranks, on_leader, together
-from holdfast.runs.catalog import Catalog, Checkpoint, Skipped
+from holdfast.runs.catalog import Catalog
+from holdfast.runs.checkpoint import Checkpoint, Skipped
 from holdfast.runs.lease import reading
 from holdfast.runs.progress import Progress
 from holdfast.runs.report import Problem

@@ -27,7 +27,7 @@ from holdfast.loading.gpu_digest import DeviceDigester
 from holdfast.loading.targets import Request
 from holdfast.ondisk.manifest import MAX_VALUES_BYTES, ChunkRecord, TensorRecord
 from holdfast.ondisk.regions import Box, Span, span_of, strides_of, whole
-from holdfast.runs.catalog import Checkpoint
+from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.report import Problem
 from holdfast.state.memory import give_back_zeros, prefer_huge_pages
 from holdfast.state.tensors import is_dense, memory_at, memory_of, torch_dtype

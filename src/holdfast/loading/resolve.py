@@ -7,7 +7,9 @@ from pathlib import Path
 
 from holdfast.errors import CheckpointNotFoundError, HoldfastError, UsageError
 from holdfast.ondisk import paths
-from holdfast.runs.catalog import Catalog, Checkpoint, Scan, Skipped, set_aside
+from holdfast.runs.catalog import Catalog
+from holdfast.runs.checkpoint import Checkpoint, Scan, Skipped
+from holdfast.runs.selection import known_damaged, not_found
 from holdfast.runs.selector import Selector, parse_selector
 from holdfast.storage.base import Storage
 from holdfast.storage.registry import open_storage, path_of_file_url
@@ -31,11 +33,11 @@ def candidates(catalog: Catalog, selector: Selector) -> tuple[list[Checkpoint], 
     if not selector.may_fall_back:
         return [catalog.find(selector)], []
     scan = catalog.scan()
-    aside = set_aside(scan)
+    damaged = known_damaged(scan)
     sound = [found for found in scan.checkpoints if not found.damage]
-    if not sound and (scan.damaged or aside):
-        raise catalog.not_found(selector, scan)
-    return sound, [*scan.damaged, *aside, *_newer_attempts(scan)]
+    if not sound and (scan.damaged or damaged):
+        raise not_found(catalog.storage, selector, scan)
+    return sound, [*scan.damaged, *damaged, *_newer_attempts(scan)]
 
 
 def locate(location: Location, selector: str | int = "latest") -> tuple[Catalog, Selector]:

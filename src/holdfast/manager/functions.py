@@ -10,7 +10,8 @@ from holdfast.loading import resolve as resolving
 from holdfast.loading.resolve import Location
 from holdfast.runs import doctor
 from holdfast.runs import verify as verifying
-from holdfast.runs.catalog import Catalog, Checkpoint
+from holdfast.runs.catalog import Catalog
+from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.cleanup import Housekeeper
 from holdfast.runs.doctor import Finding
 from holdfast.runs.lease import Claim, Lease, holder, reading
@@ -74,7 +75,7 @@ def prune(run: Location, keep: KeepPolicy) -> list[Decision]:
     """
     keep, catalog = _checked(keep), _whole_run(run)
     _require_metrics(keep, catalog)
-    lease = Lease.acquire(catalog.storage, from_this_process=False, close_attempts=catalog.close_attempts)
+    lease = Lease.acquire(catalog.storage, from_this_process=False, close_attempts=catalog.attempts.close_older)
     try:
         # The links are the training's own, and stay as far as they lead anywhere.
         return Housekeeper(catalog, keep=keep, links=False, may_write=lease.require).tidy()
@@ -93,7 +94,7 @@ def unlock(run: Location, *, force: bool = False) -> Claim | None:
     found = holder(catalog.storage)
     if found is not None:
         # To take it and to give it back: what the last holder had begun is closed, so that it cannot commit.
-        close = catalog.close_attempts
+        close = catalog.attempts.close_older
         Lease.acquire(catalog.storage, from_this_process=False, force=force, close_attempts=close).release()
     return found
 

@@ -41,7 +41,8 @@ from holdfast.manager.schedule import Pace
 from holdfast.ondisk.paths import check_component_name, check_step
 from holdfast.ranks.base import on_leader
 from holdfast.ranks.store import torch_ranks
-from holdfast.runs.catalog import Catalog, Checkpoint, choose_own
+from holdfast.runs.catalog import Catalog
+from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.cleanup import Housekeeper
 from holdfast.runs.events import Event
 from holdfast.runs.lease import reading
@@ -50,6 +51,7 @@ from holdfast.runs.links import LinkTemplate
 from holdfast.runs.orphans import wait_for_survivors
 from holdfast.runs.policies import KeepPolicy, Trigger
 from holdfast.runs.retention import Decision
+from holdfast.runs.selection import choose_own
 from holdfast.runs.selector import Selector, check_tag, parse_selector
 from holdfast.saving.background import PendingSave
 from holdfast.saving.coordinator import SaveRequest

@@ -14,9 +14,11 @@ from functools import partial
 from typing import Any
 
 from holdfast.errors import CheckpointNotFoundError, HoldfastError, SaveFailedError
-from holdfast.runs.catalog import Catalog, Checkpoint, Scan, choose, choose_own
+from holdfast.runs.catalog import Catalog
+from holdfast.runs.checkpoint import Checkpoint, Scan
 from holdfast.runs.cleanup import Housekeeper
 from holdfast.runs.lineage import Lineage
+from holdfast.runs.selection import choose, choose_own
 from holdfast.runs.selector import Selector
 from holdfast.saving.background import PendingSave, as_save_error
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 
 from holdfast.errors import CheckpointNotFoundError, HoldfastError, KeyMissingError
-from holdfast.runs.catalog import Catalog, Checkpoint
+from holdfast.runs.catalog import Catalog
+from holdfast.runs.checkpoint import Checkpoint
 from holdfast.saving.background import PendingSave, Saved
 
 logger = logging.getLogger("holdfast")

@@ -1,15 +1,33 @@
-"""The record of who began an attempt: `attempt.json`. Values only; it is no part of a checkpoint."""
+"""Attempts: the folders of a run in which a save is being written, each with its record, `attempt.json`.
+
+A storage enters; names, claims and records leave. The record is no part of a checkpoint.
+"""
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
-from typing import Annotated
+from functools import partial
+from typing import Annotated, Any
 
 import msgspec
 
+from holdfast.errors import DamagedRecordError, KeyExistsError, KeyMissingError, UsageError
+from holdfast.ondisk import paths
 from holdfast.ondisk.decoding import encode_record, read_record
+from holdfast.ondisk.manifest import encode_abandoned
+from holdfast.runs.clock import timestamp
+from holdfast.runs.process_identity import Identity, this_process
+from holdfast.storage.base import Storage
 
-__all__ = ["MAX_LEASE_NUMBER", "MAX_PLAUSIBLE_LEASE_NUMBER", "AttemptRecord", "encode_attempt", "read_attempt"]
+__all__ = [
+    "MAX_LEASE_NUMBER",
+    "MAX_PLAUSIBLE_LEASE_NUMBER",
+    "AttemptRecord",
+    "Attempts",
+    "encode_attempt",
+    "read_attempt",
+]
 
 # No run ever gets there by counting: a record that states a higher number is damaged, a file name with one is foreign.
 MAX_LEASE_NUMBER = 10**12
@@ -24,8 +42,8 @@ WorldSize = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
 class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Who began an attempt. `claim` is a random name for it; `lease` is the number that its writer held; `trainer` is
-    the process that a writer process works for."""
+    """The process that began an attempt. `claim` is a random name for the attempt; `lease` is the number that its
+    writer held; `trainer` is the process that a writer process works for."""
 
     claim: str = ""
     host: str = ""
@@ -37,6 +55,120 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     lease: LeaseNumber = 0
     trainer: ProcessNumber | None = None
     trainer_birth: Birth | None = None
+
+    @property
+    def writer(self) -> Identity | None:
+        """Return the process that writes; None when the record does not state it."""
+        if self.process is None:
+            return None
+        return Identity(self.host, self.machine, self.process, self.birth)
+
+
+class Attempts:
+    """The attempts of one run."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+
+    def claim(self, step: int, world_size: int, *, lease: int = 0, first: int = 1) -> tuple[str, str]:
+        """Create the next free folder for an attempt at a step; return its name and its claim. Two processes that try
+        at once get two folders. `first`: the lowest number that the attempt may have."""
+        attempt = max(self.highest_by_step().get(step, 0) + 1, first)
+        while True:
+            folder = paths.folder_name(step, attempt)
+            try:
+                return folder, self.claim_folder(folder, world_size, lease=lease)
+            except KeyExistsError:
+                attempt += 1
+
+    def claim_folder(self, folder: str, world_size: int, **more: Any) -> str:
+        """Create this folder for an attempt and return its claim; a KeyExistsError when it is taken."""
+        claim = uuid.uuid4().hex
+        record = AttemptRecord(
+            claim=claim,
+            **msgspec.to_builtins(this_process()),
+            started=timestamp(),
+            world_size=world_size,
+            **more,
+        )
+        self._storage.put(paths.key(folder, paths.ATTEMPT), encode_attempt(record))
+        return claim
+
+    def require_claim(self, folder: str, claim: str) -> None:
+        """Raise unless this rank sees the folder that the leader created. A path may be a local disk on every machine,
+        and ranks may have been given different runs: each would write its part of the checkpoint to another place."""
+        try:
+            found = self.read(folder)
+        except (KeyMissingError, DamagedRecordError):
+            found = AttemptRecord()
+        if found.claim != claim:
+            raise UsageError(
+                f"this rank does not see the folder {folder} that the leader has just made",
+                run=self._storage.url,
+                advice="give all ranks the same run, on storage that all of them share",
+            )
+
+    def highest_by_step(self) -> dict[int, int]:
+        """Return the highest number of an attempt at each step so far."""
+        found: dict[int, int] = {}
+        for entry in self._storage.entries(""):
+            parsed = paths.parse_folder(entry.name)
+            if parsed is not None and parsed.attempt <= paths.MAX_COUNTED_ATTEMPT:
+                found[parsed.step] = max(parsed.attempt, found.get(parsed.step, 0))
+        return found
+
+    def open_folders(self) -> list[str]:
+        """Return the folders in which nothing is committed, without reading a manifest."""
+        folders = [entry.name for entry in self._storage.entries("") if entry.is_folder]
+        names = [name for name in folders if paths.parse_folder(name) is not None]
+        return [name for name in names if self.is_open(name)]
+
+    def is_open(self, folder: str) -> bool:
+        """Return whether the manifest's name is free: neither committed nor closed."""
+        return all(entry.name != paths.MANIFEST for entry in self._storage.entries(folder))
+
+    def close_older(self, number: int) -> None:
+        """Close every open attempt of a lease below this number, so that it can never be committed: the first process
+        that creates the manifest's name has it."""
+        for folder in self.open_folders():
+            if self.record(folder).lease >= number:
+                continue
+            why = {"by": number, "at": timestamp()}
+            try:
+                self._storage.put(paths.key(folder, paths.MANIFEST), encode_abandoned(why))
+            except KeyExistsError:
+                continue
+            self._storage.sync(folder)
+
+    def record(self, folder: str) -> AttemptRecord:
+        """Return the record of an attempt; an empty one where there is none or it is damaged. One that cannot be read
+        now is a `StorageError`: its writer may live, and must not count as unknown."""
+        try:
+            return self.read(folder)
+        except (KeyMissingError, DamagedRecordError):
+            return AttemptRecord()
+
+    def read(self, folder: str) -> AttemptRecord:
+        """Return the record of an attempt; a `DamagedRecordError` for one that cannot be decoded."""
+        key = paths.key(folder, paths.ATTEMPT)
+        return read_attempt(partial(self._storage.read, key), key)
+
+    def clear(self, folder: str) -> None:
+        """Remove the bytes of an attempt. Its record, and the marker that it was closed, stay."""
+        self._clear(folder, {paths.ATTEMPT, paths.MANIFEST})
+
+    def remove_record(self, folder: str) -> None:
+        """Remove what `clear` leaves. The record goes last: until then the writer is known."""
+        self._storage.delete(paths.key(folder, paths.MANIFEST))
+        self._storage.delete(paths.key(folder, paths.ATTEMPT))
+        self._storage.sync("")
+
+    def _clear(self, folder: str, keep: set[str]) -> None:
+        for entry in self._storage.entries(folder):
+            if entry.is_folder:
+                self._clear(paths.key(folder, entry.name), set())
+            elif entry.name not in keep:
+                self._storage.delete(paths.key(folder, entry.name))
 
 
 def encode_attempt(record: AttemptRecord) -> bytes:

@@ -19,8 +19,10 @@ from typing import Any
 
 from holdfast.errors import CheckpointNotFoundError, HoldfastError, KeyMissingError, StorageError, UsageError
 from holdfast.ondisk import paths
-from holdfast.runs.annotations import Note
-from holdfast.runs.catalog import Catalog, Checkpoint, Scan, best_of
+from holdfast.runs.annotations import Note, parse_note_name
+from holdfast.runs.attempts import AttemptRecord
+from holdfast.runs.catalog import Catalog
+from holdfast.runs.checkpoint import Checkpoint, Scan
 from holdfast.runs.events import Event
 from holdfast.runs.lease import Readers
 from holdfast.runs.lineage import ancestry, start_of
@@ -28,6 +30,7 @@ from holdfast.runs.links import LinkTemplate
 from holdfast.runs.policies import KeepPolicy, Record
 from holdfast.runs.process_identity import Identity, is_alive
 from holdfast.runs.retention import Decision, retain
+from holdfast.runs.selection import best_of
 from holdfast.runs.verify import verify
 from holdfast.runs.worker import WorkerThread
 from holdfast.storage.base import features_of
@@ -122,10 +125,10 @@ class Housekeeper:
         self._may_write()
         self._note_damage()
         self._readers.sweep()
-        said = self._catalog.note_names()
+        said = self._catalog.annotations.names()
         scan = self._catalog.scan()
         self._collect(scan)
-        self._catalog.remove_lost_notes(said, scan)
+        _remove_lost_notes(self._catalog, said, scan)
         for folder in list(self._doomed):
             self._clear(folder)
         self._cleared = True
@@ -134,7 +137,7 @@ class Housekeeper:
         """Move the links, remove what is not kept, clear away debris."""
         self.clear_debris()
         while True:
-            said = self._catalog.note_names()
+            said = self._catalog.annotations.names()
             scan = self._catalog.scan()
             plan = self._plan(scan)
             gone = {decision.folder for decision in plan if not decision.keep}
@@ -160,7 +163,7 @@ class Housekeeper:
         """Write something down about a checkpoint, but not while one is being removed. One that was is not found."""
         with self._lock:
             self._require(checkpoint)
-            self._catalog.note(checkpoint, **said)
+            self._catalog.annotations.add(checkpoint, **said)
 
     def _require(self, checkpoint: Checkpoint) -> None:
         try:
@@ -187,7 +190,7 @@ class Housekeeper:
             checkpoint, damage = next(iter(self._suspected.items()))
             # By one thread: the training goes on beside it.
             if not verify(checkpoint, threads=1).ok:
-                self._catalog.note(checkpoint, damage=damage)
+                self._catalog.annotations.add(checkpoint, damage=damage)
             del self._suspected[checkpoint]
 
     # What stays
@@ -236,7 +239,7 @@ class Housekeeper:
         begin = time.monotonic()
         self._may_write()
         with self._lock:
-            if self._catalog.note_names() != said and not self._only_fewer(said):
+            if self._catalog.annotations.names() != said and not self._only_fewer(said):
                 return False
             if checkpoint.folder in self._readers.folders() or checkpoint.digest in self._in_use():
                 return True
@@ -262,13 +265,13 @@ class Housekeeper:
         try:
             self._catalog.uncommit(folder)
         except BaseException:
-            if self._catalog.is_committed(folder):
+            if not self._catalog.attempts.is_open(folder):
                 del self._doomed[folder]
             raise
 
     def _only_fewer(self, said: Sequence[str]) -> bool:
         """Whether nothing was said, and only notes on what was removed are gone."""
-        return set(self._catalog.note_names()) <= set(said)
+        return set(self._catalog.annotations.names()) <= set(said)
 
     def _clear(self, folder: str) -> None:
         """The bytes of what is no checkpoint any more; later, if somebody came to read it just before."""
@@ -281,7 +284,7 @@ class Housekeeper:
             del self._doomed[folder]
 
     def _claim_of(self, folder: str) -> str:
-        return str(self._catalog.attempt_record(folder).get("claim", ""))
+        return self._catalog.attempts.record(folder).claim
 
     def _collect(self, scan: Scan) -> None:
         """Clear away attempts that were closed, and so can never be committed. The word that says so stays as long as
@@ -291,10 +294,10 @@ class Housekeeper:
             # It may be a checkpoint whose deletion was cut short, and somebody may have begun to read it before that.
             if folder in reading:
                 continue
-            self._catalog.clear(folder)
+            self._catalog.attempts.clear(folder)
             # Who has not even said who he is has written nothing, and looks whose run it is before he commits.
             unsaid = paths.ATTEMPT not in {entry.name for entry in self._catalog.storage.entries(folder)}
-            if unsaid or _is_dead(self._catalog.attempt_record(folder)):
+            if unsaid or _is_dead(self._catalog.attempts.record(folder)):
                 self._catalog.remove(folder)
 
     # Links
@@ -461,15 +464,27 @@ def _values(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _is_dead(record: Mapping[str, Any]) -> bool:
-    """Whether the process that began an attempt, as it said itself, is seen to be gone."""
-    try:
-        writer = Identity(str(record["host"]), str(record["machine"]), int(record["process"]), record["birth"])
-    except (KeyError, TypeError, ValueError):
+def _is_dead(record: AttemptRecord) -> bool:
+    """Return whether the process that began an attempt, and the trainer that it worked for, are seen to be gone."""
+    writer = record.writer
+    if writer is None or writer.birth is None or is_alive(writer) is not False:
         return False
-    trainer = record.get("trainer")
-    return is_alive(writer) is False and (trainer is None or _is_gone(writer, trainer, record.get("trainer_birth")))
+    if record.trainer is None:
+        return True
+    return is_alive(Identity(writer.host, writer.machine, record.trainer, record.trainer_birth)) is False
 
 
-def _is_gone(writer: Identity, trainer: Any, birth: Any) -> bool:
-    return isinstance(trainer, int) and is_alive(Identity(writer.host, writer.machine, trainer, birth)) is False
+def _remove_lost_notes(catalog: Catalog, names: Sequence[str], scan: Scan) -> None:
+    """Remove those of these notes whose checkpoint is gone. They must have been listed before the scan: a checkpoint is
+    committed before any note on it, so one that the scan does not find was removed, and will not come back."""
+    standing = {found.folder: found.digest for found in scan.checkpoints}
+    for name in names:
+        parsed = parse_note_name(name)
+        if parsed is None:
+            continue
+        if parsed.folder in standing:
+            lost = catalog.annotations.is_on_another(name, standing[parsed.folder])
+        else:
+            lost = catalog.is_gone(parsed.folder, scan)
+        if lost:
+            catalog.annotations.remove(name)

@@ -15,10 +15,12 @@ from holdfast.errors import DamagedRecordError, KeyMissingError, StorageError, U
 from holdfast.ondisk import paths
 from holdfast.runs.annotations import parse_note_name
 from holdfast.runs.attempts import MAX_PLAUSIBLE_LEASE_NUMBER, AttemptRecord
-from holdfast.runs.catalog import Catalog, Checkpoint, Scan
+from holdfast.runs.catalog import Catalog
+from holdfast.runs.checkpoint import Checkpoint, Scan
 from holdfast.runs.cleanup import Housekeeper
 from holdfast.runs.lease import Lease, claim_names, foreign_claims, read_claim, reader_claims, require_free
-from holdfast.runs.process_identity import Identity, is_alive
+from holdfast.runs.process_identity import is_alive
+from holdfast.runs.run_record import open_run, read_run_id
 from holdfast.storage.base import features_of
 from holdfast.storage.displacing import obstruction_of, remove_or_set_aside, set_aside
 
@@ -69,7 +71,7 @@ def mend(catalog: Catalog) -> list[Finding]:
     """
     before = examine(catalog)
     _remove_obstacles(catalog, before)
-    lease = Lease.acquire(catalog.storage, from_this_process=False, close_attempts=catalog.close_attempts)
+    lease = Lease.acquire(catalog.storage, from_this_process=False, close_attempts=catalog.attempts.close_older)
     try:
         _mend_run(catalog, before)
         # It removes the bytes of attempts that can never be committed, marks of readers that are gone, and notes on
@@ -100,7 +102,7 @@ def _checkpoints(scan: Scan) -> Iterator[Finding]:
 def _run(catalog: Catalog, scan: Scan) -> Iterator[Finding]:
     remedy = "is written again with the id that the newest checkpoint states"
     try:
-        run_id = catalog.read_run()
+        run_id = read_run_id(catalog.storage)
     except DamagedRecordError as error:
         yield Finding("run", paths.RUN_KEY, error.problem, remedy, damage=True, mendable=True)
     except UnsupportedFormatError as error:
@@ -134,14 +136,14 @@ def _lease(catalog: Catalog) -> Iterator[Finding]:
 
 def _attempts(catalog: Catalog, scan: Scan) -> Iterator[Finding]:
     for folder in scan.attempts:
-        record = catalog.attempt(folder)
+        record = catalog.attempts.record(folder)
         state = "was given up" if folder in scan.closed else "was never committed"
         problem = f"{state}; {_who(record)}; {_missing(catalog, folder, record)}"
         yield Finding("attempt", folder, problem, "is cleared when its writer is seen to be gone", mendable=True)
     for folder in (*scan.attempts, *(found.folder for found in scan.checkpoints)):
         path = paths.key(folder, paths.ATTEMPT)
         try:
-            record = catalog.read_attempt(folder)
+            record = catalog.attempts.read(folder)
         except KeyMissingError:
             continue
         except DamagedRecordError as error:
@@ -154,9 +156,9 @@ def _attempts(catalog: Catalog, scan: Scan) -> Iterator[Finding]:
 
 
 def _who(record: AttemptRecord) -> str:
-    if record.process is None:
+    writer = record.writer
+    if writer is None:
         return "its writer is unknown"
-    writer = Identity(record.host, record.machine, record.process, record.birth)
     seen = {True: "lives", False: "is gone", None: "cannot be seen from here"}[is_alive(writer)]
     return f"{writer}, which began it, {seen}"
 
@@ -179,12 +181,12 @@ def _notes(catalog: Catalog, scan: Scan) -> Iterator[Finding]:
         remedy = "move it away by hand: tags are unknown until then, and retention keeps every checkpoint"
         yield Finding("note", paths.NOTES, obstruction.problem, remedy, damage=True)
         return
-    for name in catalog.note_names():
+    for name in catalog.annotations.names():
         parsed, path = parse_note_name(name), paths.key(paths.NOTES, name)
         if parsed is None:
             continue
         try:
-            catalog.read_note(name)
+            catalog.annotations.read(name)
         except DamagedRecordError as error:
             remedy = f"delete it if {parsed.folder} needs no tag: retention keeps that checkpoint until then"
             yield Finding("note", path, error.problem, remedy, damage=True)
@@ -252,7 +254,7 @@ def _mend_run(catalog: Catalog, findings: Sequence[Finding]) -> None:
         return
     if any(finding.damage for finding in found):
         remove_or_set_aside(catalog.storage, paths.RUN_KEY)
-    catalog.open_run()
+    open_run(catalog)
 
 
 def _mend_links(catalog: Catalog, findings: Sequence[Finding]) -> None:

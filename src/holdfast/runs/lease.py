@@ -5,8 +5,8 @@ then. A holder on this machine is looked up among the processes; one elsewhere c
 as long as its claim says, by the clock of whoever watches: clocks of two machines are never compared.
 
 The number fences: who holds it may commit only while there is no higher one. Between that look and the commit lies a
-moment, so whoever takes a run over also closes every open attempt (`Catalog.close_attempts`), after its own claim: an
-attempt that was begun before finds its manifest's name taken, and one that is begun later finds the higher number.
+moment, so a process that takes a run over also closes every open attempt (`Attempts.close_older`), after its own claim:
+an attempt that was begun before finds its manifest's name taken, and one that is begun later finds the higher number.
 
 People delete `lease/` by hand. So a claim has a random token, and its holder may commit or delete only while its own
 claim, with that token, is there; and a new number is higher than any that an attempt in the run records.

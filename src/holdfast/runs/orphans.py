@@ -12,7 +12,7 @@ import time
 from holdfast.errors import StorageError
 from holdfast.runs.attempts import AttemptRecord
 from holdfast.runs.catalog import Catalog
-from holdfast.runs.process_identity import Identity, is_alive, parent_of
+from holdfast.runs.process_identity import is_alive, parent_of
 
 logger = logging.getLogger("holdfast")
 
@@ -33,9 +33,9 @@ def wait_for_survivors(catalog: Catalog, timeout_seconds: float) -> None:
 
 
 def _surviving(catalog: Catalog) -> str | None:
-    for folder in catalog.open_attempts():
+    for folder in catalog.attempts.open_folders():
         try:
-            record = catalog.attempt(folder)
+            record = catalog.attempts.record(folder)
         except StorageError as error:
             # No restore is stopped by it: what is committed can be read without.
             logger.warning("whether a writer is still saving %s is not known, and is not waited for: %s", folder, error)
@@ -48,7 +48,7 @@ def _surviving(catalog: Catalog) -> str | None:
 def _is_orphan(record: AttemptRecord) -> bool:
     """Return whether a writer is seen alive whose trainer is not its parent any more. The number of a process says
     nothing by itself: another container may have the same host name and use the same numbers."""
-    if record.process is None or record.trainer is None or record.process == os.getpid():
+    writer = record.writer
+    if writer is None or record.trainer is None or writer.process == os.getpid():
         return False
-    writer = Identity(record.host, record.machine, record.process, record.birth)
-    return is_alive(writer) is True and parent_of(record.process) != record.trainer
+    return is_alive(writer) is True and parent_of(writer.process) != record.trainer

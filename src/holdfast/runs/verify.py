@@ -15,7 +15,7 @@ from holdfast.errors import HoldfastError, KeyDamagedError, KeyMissingError, Sto
 from holdfast.ondisk.dtypes import element_type
 from holdfast.ondisk.manifest import ChunkRecord, FileRecord, TensorRecord, tensor_file_digest
 from holdfast.ondisk.safetensors import header_length, parse_header
-from holdfast.runs.catalog import Checkpoint
+from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.report import Problem, Report
 from holdfast.storage.base import Source
 from holdfast.storage.blocks import Region, check

@@ -30,7 +30,7 @@ from holdfast.errors import (
     error_record,
 )
 from holdfast.ranks.base import Ranks
-from holdfast.runs.catalog import Checkpoint
+from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.events import Event, EventKind
 from holdfast.saving.staging.arena import Arena
 from holdfast.saving.writer.client import Writer

@@ -9,8 +9,10 @@ import msgspec
 
 from holdfast.errors import KeyExistsError, SaveFailedError
 from holdfast.ondisk.manifest import BLOCK_BYTES, ChunkRecord, Manifest
-from holdfast.runs.catalog import Catalog, Checkpoint
+from holdfast.runs.catalog import Catalog
+from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.lease import require_number
+from holdfast.runs.run_record import open_run
 from holdfast.saving.facts import Facts, Listing
 from holdfast.state.records import Receipt
 
@@ -28,7 +30,7 @@ def commit(
         if not written:
             raise SaveFailedError("no rank wrote it", step=facts.step, leaf=name)
     manifest = Manifest(
-        run_id=catalog.open_run(),
+        run_id=open_run(catalog),
         folder=facts.folder,
         step=facts.step,
         sequence=max(catalog.next_sequence(), facts.lineage.next_sequence),

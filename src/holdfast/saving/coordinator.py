@@ -31,10 +31,12 @@ from holdfast.errors import (
 from holdfast.ondisk import paths
 from holdfast.ondisk.codec import Json
 from holdfast.ondisk.manifest import MeshRecord, Ranking, TensorRecord, TreeRecord
-from holdfast.runs.catalog import Catalog, Checkpoint
+from holdfast.runs.catalog import Catalog
+from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.lease import Lease
 from holdfast.runs.lineage import Lineage, ancestry
 from holdfast.runs.orphans import wait_for_survivors
+from holdfast.runs.run_record import open_run
 from holdfast.saving.background import Saved
 from holdfast.saving.compare import Watch
 from holdfast.saving.facts import Facts, Listing
@@ -271,7 +273,9 @@ class Leader:
             # What another manager of this process, or a writer without its training, is about to commit comes first.
             self._before_claim()
             wait_for_survivors(self._catalog, self._timeout_seconds / 2)
-            self._lease = Lease.acquire(self._catalog.storage, lost=lost, close_attempts=self._catalog.close_attempts)
+            self._lease = Lease.acquire(
+                self._catalog.storage, lost=lost, close_attempts=self._catalog.attempts.close_older
+            )
             self.forget()
 
     def release_run(self) -> None:
@@ -299,9 +303,9 @@ class Leader:
         self.hold_run()
         streamed = not self._claims and self._must_stream()
         if self._claims or streamed:
-            self._catalog.open_run()
+            open_run(self._catalog)
             first = self._first_attempt(request.step)
-            folder, claim = self._catalog.claim(request.step, self._size, lease=self.lease, first=first)
+            folder, claim = self._catalog.attempts.claim(request.step, self._size, lease=self.lease, first=first)
         else:
             folder, claim = self._name(request.step), uuid.uuid4().hex
         self._watch.round += 1
@@ -321,8 +325,8 @@ class Leader:
     def _name(self, step: int) -> str:
         """A folder's name. The leader's writer claims it, behind the training, and fails if somebody else was first."""
         if self._attempts is None:
-            self._catalog.open_run()
-            self._attempts = self._catalog.attempts()
+            open_run(self._catalog)
+            self._attempts = self._catalog.attempts.highest_by_step()
         self._attempts[step] = max(self._attempts.get(step, 0) + 1, self._first_attempt(step))
         return paths.folder_name(step, self._attempts[step])
 

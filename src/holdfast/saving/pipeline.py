@@ -29,7 +29,8 @@ from holdfast.errors import HoldfastError, KeyMissingError, StorageError, UsageE
 from holdfast.ondisk import paths
 from holdfast.ondisk.files import PlainFile
 from holdfast.ranks.base import Ranks, on_leader
-from holdfast.runs.catalog import Catalog, Checkpoint
+from holdfast.runs.catalog import Catalog
+from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.events import Event
 from holdfast.runs.lease import has_claim
 from holdfast.runs.lineage import Lineage, ancestry, draw_segment
@@ -518,7 +519,7 @@ class Saver:
     def _write(self, work: _Work, pending: PendingSave, created: list[str]) -> Receipt:
         decided = work.decided
         if self._ranks.rank != 0:
-            self._catalog.require_claim(decided.folder, decided.claim)
+            self._catalog.attempts.require_claim(decided.folder, decided.claim)
         mine = self._plan_of(work)
         tensors = stage(mine.files, work.captured.memory)
         plain = self._plain_files(work, mine.duty)

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from holdfast.testing.contract import StorageContract
+    from holdfast.testing.contract.storage import StorageContract
     from holdfast.testing.exact_resume import assert_exact_resume
     from holdfast.testing.hostile import HostileRun, hostile_runs
     from holdfast.testing.power import PowerLossDisk, PowerLossStorage

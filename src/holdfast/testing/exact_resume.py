@@ -21,7 +21,7 @@ from holdfast.manager.functions import checkpoints
 from holdfast.ondisk.codec import Json, plain, typed
 from holdfast.ondisk.decoding import from_json
 from holdfast.ondisk.manifest import TensorRecord, TreeRecord
-from holdfast.runs.catalog import Checkpoint
+from holdfast.runs.checkpoint import Checkpoint
 from holdfast.state.wrappers import RNGState
 from holdfast.testing.processes import StartMethod, run_ranks, values
 

@@ -89,7 +89,7 @@ _ATTEMPT = """
 import sys
 from holdfast.runs.catalog import Catalog
 from holdfast.storage.local.local import LocalStorage
-Catalog(LocalStorage(sys.argv[1])).claim(int(sys.argv[2]), 1)
+Catalog(LocalStorage(sys.argv[1])).attempts.claim(int(sys.argv[2]), 1)
 """
 
 _TRAINING = """
@@ -479,7 +479,7 @@ def test_prune_keeps_what_a_restore_found_damaged_aside(run: Path) -> None:
 def test_ls_lists_an_attempt_that_was_given_up_like_any_other(run: Path) -> None:
     attempt(run, 60, 1000)
     attempt(run, 70, 1000)
-    Catalog(LocalStorage(str(run))).close_attempts(1000)
+    Catalog(LocalStorage(str(run))).attempts.close_older(1000)
     attempt(run, 80, 1000)
     result = call("ls", run)
     assert result.exit_code == 0
@@ -501,8 +501,8 @@ def hostile(run: Path) -> Path:
     place.write_bytes(encode_manifest(changed)[0])
     catalog = Catalog(LocalStorage(str(run)))
     for checkpoint in catalog.scan().checkpoints[:3]:
-        catalog.note(checkpoint, tag=f"{HOSTILE}{checkpoint.step}", metrics={HOSTILE: 2.0})
-    catalog.note(checkpoint, damage=HOSTILE)
+        catalog.annotations.add(checkpoint, tag=f"{HOSTILE}{checkpoint.step}", metrics={HOSTILE: 2.0})
+    catalog.annotations.add(checkpoint, damage=HOSTILE)
     (run / "notes" / "step-000000030--999999.json").write_text(json.dumps({"checkpoint": [HOSTILE], HOSTILE: 1}))
     return run
 

@@ -78,7 +78,7 @@ def test_a_run_whose_holder_lives_is_refused_and_taken_only_by_force(run: Path) 
 
 def test_an_attempt_that_was_open_when_a_run_was_taken_by_force_is_never_committed(run: Path) -> None:
     lease = Lease.acquire(LocalStorage(run))
-    folder, _ = Catalog(LocalStorage(run)).claim(9, 1, lease=lease.number)
+    folder, _ = Catalog(LocalStorage(run)).attempts.claim(9, 1, lease=lease.number)
     command("unlock", run, "--force")
     assert folder in Catalog(LocalStorage(run)).scan().closed
 

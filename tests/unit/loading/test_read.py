@@ -17,7 +17,7 @@ from holdfast.loading.read import check_bytes, read, size_of
 from holdfast.loading.side_buffers import Shadows
 from holdfast.loading.targets import Request
 from holdfast.ondisk.regions import Box, whole
-from holdfast.runs.catalog import Checkpoint
+from holdfast.runs.checkpoint import Checkpoint
 from holdfast.storage.local.disk import Disk
 from holdfast.storage.local.local import LocalStorage
 

@@ -18,15 +18,9 @@ from torch import nn
 
 import holdfast
 from holdfast.plugins.class_loading import check_class
-from holdfast.plugins.protocol import (
-    CALLS,
-    CheckpointConfig,
-    CheckpointManagerProtocol,
-    HoldfastManager,
-    LoadContext,
-    SaveContext,
-    create_checkpoint_manager,
-)
+from holdfast.plugins.config import CheckpointConfig
+from holdfast.plugins.contexts import LoadContext, SaveContext
+from holdfast.plugins.protocol import CALLS, CheckpointManagerProtocol, HoldfastManager, create_checkpoint_manager
 from holdfast.runs.policies import Every, KeepLast
 from holdfast.testing import FullStorage, MemoryStorage, SlowStorage
 

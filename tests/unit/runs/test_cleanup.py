@@ -20,7 +20,8 @@ import holdfast
 from holdfast.errors import CheckpointNotFoundError, RunInUseError, StorageError
 from holdfast.manager.arguments import encoded_metrics
 from holdfast.ranks.single import Alone
-from holdfast.runs.catalog import Catalog, Checkpoint
+from holdfast.runs.catalog import Catalog
+from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.cleanup import Housekeeper
 from holdfast.runs.events import Event
 from holdfast.runs.lease import Lease, reading
@@ -168,7 +169,7 @@ def test_late_metrics_move_the_best(run: Run) -> None:
     first, second = run.save(1, loss=2.0), run.save(2)
     run.keeper.tidy()
     assert run.links["best"] == first.folder
-    run.catalog.note(second, metrics={"loss": 1.0})
+    run.catalog.annotations.add(second, metrics={"loss": 1.0})
     run.keeper.tidy()
     assert run.links["best"] == second.folder
 
@@ -206,10 +207,10 @@ def test_a_name_follows_the_metrics_and_one_that_cannot_be_made_is_left_out(run:
     run.save(2, loss=0.5)
     run.keeper.tidy()
     assert set(run.links) == {"latest", "run--0.50-2"}
-    run.catalog.note(first, metrics={"loss": 0.125})
+    run.catalog.annotations.add(first, metrics={"loss": 0.125})
     run.keeper.tidy()
     assert set(run.links) == {"latest", "run--0.12-1", "run--0.50-2"}
-    run.catalog.note(first, metrics={"loss": 8.0})
+    run.catalog.annotations.add(first, metrics={"loss": 8.0})
     run.keeper.tidy()
     assert set(run.links) == {"latest", "run--8.00-1", "run--0.50-2"}
 
@@ -299,7 +300,7 @@ def test_a_link_to_what_is_being_written_or_cannot_be_read_stays(run: Run, tmp_p
     closed = attempt(run, 8, FAR)
     for name, target in {"a": unreadable, "b": under_way, "c": closed}.items():
         os.symlink(target, tmp_path / "run" / name)
-    run.catalog.close_attempts(run.saver.lease)
+    run.catalog.attempts.close_older(run.saver.lease)
     run.keeper.tidy()
     assert {"a", "b", "c"} & set(run.links) == {"a", "b"}
 
@@ -540,7 +541,7 @@ def test_a_rollback_while_others_are_being_removed_keeps_what_it_went_back_to() 
 
 def note_on(run: Run, checkpoint: Checkpoint, **said: Any) -> None:
     """By another process, which does not know what is being removed."""
-    Catalog(run.storage).note(checkpoint, **said)
+    Catalog(run.storage).annotations.add(checkpoint, **said)
 
 
 def test_notes_go_with_what_they_are_about_also_those_that_came_too_late() -> None:
@@ -550,11 +551,11 @@ def test_notes_go_with_what_they_are_about_also_those_that_came_too_late() -> No
     note_on(run, second, metrics={"loss": 2.0})
     run.keeper.tidy()
     note_on(run, first, tag="gold")
-    assert len(run.catalog.note_names()) == 2
+    assert len(run.catalog.annotations.names()) == 2
     run.keeper.tidy()
     (left,) = run.catalog.scan().checkpoints
     assert (left.step, left.metrics) == (2, {"loss": 2.0})
-    assert [name[: len(second.folder)] for name in run.catalog.note_names()] == [second.folder]
+    assert [name[: len(second.folder)] for name in run.catalog.annotations.names()] == [second.folder]
 
 
 def test_a_note_on_the_one_that_had_the_folder_before_goes_and_its_successors_stays() -> None:
@@ -565,7 +566,7 @@ def test_a_note_on_the_one_that_had_the_folder_before_goes_and_its_successors_st
     note_on(run, run.catalog.read(folder(2)), tag="gold")
     run.keeper.tidy()
     assert run.catalog.scan().checkpoints[0].tags == ("gold",)
-    assert len(run.catalog.note_names()) == 1
+    assert len(run.catalog.annotations.names()) == 1
 
 
 def test_a_note_whose_name_is_given_again_is_read_again() -> None:
@@ -573,13 +574,13 @@ def test_a_note_whose_name_is_given_again_is_read_again() -> None:
     first = run.save(1)
     note_on(run, replace(first, digest="0" * 64), tag="stale")
     assert run.catalog.scan().checkpoints[0].tags == ()
-    (name,) = run.catalog.note_names()
+    (name,) = run.catalog.annotations.names()
     run.storage.delete(f"notes/{name}")
     note_on(run, first, tag="gold")
-    assert run.catalog.note_names() == [name]
+    assert run.catalog.annotations.names() == [name]
     assert run.catalog.scan().checkpoints[0].tags == ("gold",)
     run.keeper.tidy()
-    assert run.catalog.note_names() == [name]
+    assert run.catalog.annotations.names() == [name]
 
 
 def test_a_note_on_what_is_under_way_or_cannot_be_read_stays() -> None:
@@ -593,10 +594,10 @@ def test_a_note_on_what_is_under_way_or_cannot_be_read_stays() -> None:
     run.storage.put("notes/mine.json", b"{}")
     run.storage.put(f"notes/{second.folder}--000009.json", b"no note")
     note_on(run, damaged, tag="gold")
-    before = run.catalog.note_names()
+    before = run.catalog.annotations.names()
     run.keeper.tidy()
     assert len(before) == 4
-    assert run.catalog.note_names() == before
+    assert run.catalog.annotations.names() == before
 
 
 class Nth(Meeting):
@@ -625,7 +626,7 @@ def test_a_note_on_what_is_committed_at_any_moment_of_tidying_stays() -> None:
         if happened:
             run.keeper.tidy()
             assert run.catalog.scan().checkpoints[0].tags == ("gold",), moment
-            assert len(run.catalog.note_names()) == 1, moment
+            assert len(run.catalog.annotations.names()) == 1, moment
     assert moment > 8
 
 
@@ -637,7 +638,7 @@ def test_what_is_said_of_one_that_was_removed_meanwhile_names_its_step(run: Run)
     with pytest.raises(CheckpointNotFoundError, match="step 1: step-000000001 was removed meanwhile") as caught:
         run.keeper.note(first, tag="gold")
     assert caught.value.step == 1
-    assert run.catalog.note_names() == []
+    assert run.catalog.annotations.names() == []
 
 
 # What abandoned attempts leave
@@ -726,7 +727,7 @@ def prepare(storage: Any) -> None:
     run = Run(storage, KeepLast(1))
     for step in (1, 2, 3):
         run.save(step, tags=("gold",) if step == 2 else ())
-    run.catalog.note(run.catalog.read(folder(1)), metrics={"loss": 1.0})
+    run.catalog.annotations.add(run.catalog.read(folder(1)), metrics={"loss": 1.0})
     run.die()
 
 

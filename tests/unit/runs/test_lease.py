@@ -428,7 +428,7 @@ def test_a_number_is_never_given_again_after_the_claims_were_deleted(storage: An
     saver = Saver(Catalog(storage), Alone(), mode="sync")
     save(saver, 1)
     numbers = [acquire(storage).number for _ in range(3)]
-    Catalog(storage).claim(2, 1, lease=numbers[-1])
+    Catalog(storage).attempts.claim(2, 1, lease=numbers[-1])
     empty(storage)
     assert acquire(storage).number == numbers[-1] + 1
 
@@ -437,7 +437,7 @@ def test_a_number_is_never_given_again_after_the_claims_were_deleted(storage: An
 def test_a_number_is_not_given_while_the_record_of_an_attempt_cannot_be_read(storage: Any) -> None:
     door = Unreadable(storage)
     holder = acquire(storage, far())
-    Catalog(storage).claim(2, 1, lease=holder.number)
+    Catalog(storage).attempts.claim(2, 1, lease=holder.number)
     empty(storage)
     door.unread = "attempt.json"
     with pytest.raises(StorageError, match="no such access now"):
@@ -453,10 +453,10 @@ def test_a_number_is_not_given_while_the_record_of_an_attempt_cannot_be_read(sto
 def test_no_attempt_is_closed_or_cleared_while_its_record_cannot_be_read(storage: Any) -> None:
     door = Unreadable(storage)
     catalog = Catalog(door)
-    folder, _ = catalog.claim(2, 1, lease=7)
+    folder, _ = catalog.attempts.claim(2, 1, lease=7)
     door.unread = "attempt.json"
     with pytest.raises(StorageError, match="no such access now"):
-        catalog.close_attempts(5)
+        catalog.attempts.close_older(5)
     with pytest.raises(StorageError, match="no such access now"):
         Housekeeper(catalog, keep=None)._uncommit(folder)
     assert names(storage, folder) == ["attempt.json"]
@@ -466,7 +466,7 @@ def test_a_writer_that_may_have_outlived_its_training_is_named_when_it_cannot_be
     storage: Any, caplog: Any
 ) -> None:
     door = Unreadable(storage)
-    folder, _ = Catalog(door).claim(2, 1, lease=7)
+    folder, _ = Catalog(door).attempts.claim(2, 1, lease=7)
     door.unread = "attempt.json"
     wait_for_survivors(Catalog(door), 60.0)
     assert f"whether a writer is still saving {folder} is not known" in caplog.text
@@ -650,7 +650,7 @@ def test_who_became_the_writer_only_in_part_is_not_and_is_in_nobodys_way(operati
 @pytest.mark.guarantee("G13")
 def test_who_could_not_close_the_attempts_before_it_does_so_before_its_next_save() -> None:
     inner = MemoryStorage()
-    old, _ = Catalog(inner).claim(1, 1)
+    old, _ = Catalog(inner).attempts.claim(1, 1)
 
     def fail() -> None:
         raise StorageError("the disk has a bad day")
@@ -872,7 +872,7 @@ def save(saver: Saver, step: int) -> str:
 def take_over(storage: Any) -> Lease:
     """What a new writer does before anything else."""
     lease = Lease.acquire(storage)
-    Catalog(storage).close_attempts(lease.number)
+    Catalog(storage).attempts.close_older(lease.number)
     return lease
 
 
@@ -943,22 +943,22 @@ def test_closing_attempts_spares_what_is_committed_and_the_attempts_of_this_numb
     catalog = Catalog(storage)
     saver = Saver(catalog, Alone(), mode="sync")
     save(saver, 1)
-    old, _ = catalog.claim(2, 1, lease=1)
-    own, _ = catalog.claim(3, 1, lease=2)
-    catalog.close_attempts(2)
+    old, _ = catalog.attempts.claim(2, 1, lease=1)
+    own, _ = catalog.attempts.claim(3, 1, lease=2)
+    catalog.attempts.close_older(2)
     scan = Catalog(storage).scan()
     assert [found.step for found in scan.checkpoints] == [1]
     assert scan.closed == (old,)
     assert own in scan.attempts
-    catalog.close_attempts(3)
+    catalog.attempts.close_older(3)
     assert Catalog(storage).scan().closed == (old, own)
 
 
 def test_attempts_can_be_closed_by_two_at_once(storage: Any) -> None:
     catalog = Catalog(storage)
-    folders = [catalog.claim(step, 1, lease=1)[0] for step in range(20)]
+    folders = [catalog.attempts.claim(step, 1, lease=1)[0] for step in range(20)]
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: Catalog(storage).close_attempts(2), range(4)))
+        list(pool.map(lambda _: Catalog(storage).attempts.close_older(2), range(4)))
     assert Catalog(storage).scan().closed == tuple(folders)
 
 

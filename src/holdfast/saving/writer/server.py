@@ -25,6 +25,7 @@ from holdfast.ondisk import paths
 from holdfast.ondisk.decoding import encode_record, read_record
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.lease import Heart
+from holdfast.runs.run_record import open_run
 from holdfast.saving.commit import commit
 from holdfast.saving.staging.arena import Arena
 from holdfast.saving.writer.channel import Line
@@ -146,7 +147,7 @@ class _Writer:
         catalog = self._catalog(job)
         arena, images = self._staged_images(job)
         if job.rank == 0:
-            catalog.open_run()
+            open_run(catalog)
             self._claim(job, catalog)
             self._created.append(paths.ATTEMPT)
         self._receipt = drain(
@@ -166,7 +167,7 @@ class _Writer:
 
     def _claim(self, job: Job, catalog: Catalog) -> None:
         try:
-            catalog.claim_folder(job.folder, job.size, lease=self._lease_of(job), **self._identity)
+            catalog.attempts.claim_folder(job.folder, job.size, lease=self._lease_of(job), **self._identity)
         except KeyExistsError:
             raise SaveFailedError(
                 f"another process took the folder {job.folder} in between",

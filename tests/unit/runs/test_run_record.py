@@ -8,6 +8,7 @@ import pytest
 
 from holdfast.errors import KeyMissingError, StorageError
 from holdfast.runs.catalog import Catalog
+from holdfast.runs.run_record import open_run
 from holdfast.testing import MemoryStorage
 from holdfast.testing.storages import _Wrapper
 
@@ -29,16 +30,16 @@ class LateReads(_Wrapper):
 @pytest.mark.parametrize("misses", [1, 2, 3])
 def test_who_loses_the_race_for_a_run_gets_the_winners_id(misses: int) -> None:
     inner = MemoryStorage()
-    winner = Catalog(inner).open_run()
+    winner = open_run(Catalog(inner))
     assert winner
-    assert Catalog(LateReads(inner, misses)).open_run() == winner
+    assert open_run(Catalog(LateReads(inner, misses))) == winner
 
 
 def test_a_run_whose_record_cannot_be_seen_is_an_error_and_never_an_empty_id() -> None:
     inner = MemoryStorage()
-    Catalog(inner).open_run()
+    open_run(Catalog(inner))
     with pytest.raises(StorageError, match="the record of the run exists, but reading it finds nothing"):
-        Catalog(LateReads(inner, 1000)).open_run()
+        open_run(Catalog(LateReads(inner, 1000)))
 
 
 def test_processes_that_open_a_run_at_once_get_one_id() -> None:
@@ -48,7 +49,7 @@ def test_processes_that_open_a_run_at_once_get_one_id() -> None:
 
     def live() -> None:
         begin.wait()
-        found.append(Catalog(inner).open_run())
+        found.append(open_run(Catalog(inner)))
 
     threads = [threading.Thread(target=live) for _ in range(8)]
     for thread in threads:

@@ -1,0 +1,196 @@
+"""A committed checkpoint, and what looking through a run finds. Values only: made by the catalog, read by everything.
+
+Only `Catalog` makes a `Checkpoint`: whatever holds one may count on all of its bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+from holdfast.errors import HoldfastError, StorageError
+from holdfast.ondisk import paths
+from holdfast.ondisk.codec import decode
+from holdfast.ondisk.inline import tensor_of_text
+from holdfast.ondisk.manifest import STATE_DICT_NOTE, Manifest, ManifestHead, Ranking
+from holdfast.runs.annotations import Note, Notes, sum_up
+from holdfast.storage.base import Storage
+
+logger = logging.getLogger("holdfast")
+
+__all__ = ["Checkpoint", "Scan", "Skipped", "first_unreadable"]
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A committed checkpoint. It exists completely, and it never changes.
+
+    `progress`, `extra` and `config` are decoded at each access: what a caller changes in them is the caller's own.
+    """
+
+    head: Manifest | ManifestHead = field(repr=False)
+    digest: str
+    storage: Storage = field(repr=False)
+    notes: tuple[Note, ...] = field(repr=False, default=())
+    # Notes that cannot be decoded: the checkpoint may have a tag that is not known.
+    unread_notes: tuple[str, ...] = field(repr=False, default=())
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """Return the whole commit record; a HoldfastError when it has its digest and cannot be decoded."""
+        if isinstance(self.head, Manifest):
+            return self.head
+        try:
+            opened = self.head.opened()
+        except HoldfastError as error:
+            raise error.at(run=self.storage.url, file=paths.key(self.folder, paths.MANIFEST)) from None
+        # It replaces the text of the manifest, which is not needed any more and is as large as the file.
+        object.__setattr__(self, "head", opened)
+        return opened
+
+    @property
+    def folder(self) -> str:
+        return self.head.folder
+
+    @property
+    def step(self) -> int:
+        return self.head.step
+
+    @property
+    def sequence(self) -> int:
+        """Return the number of the commit. It grows with every commit of the run: the highest is the latest."""
+        return self.head.sequence
+
+    @property
+    def parent(self) -> str | None:
+        """Return the digest of the checkpoint that the training continued from."""
+        return self.head.parent
+
+    @property
+    def epoch(self) -> int | None:
+        """Return the number of completed epochs; None when the save did not state it."""
+        return self.head.epoch
+
+    @cached_property
+    def created(self) -> datetime:
+        return datetime.fromisoformat(self.head.created)
+
+    @cached_property
+    def metrics(self) -> Mapping[str, Any]:
+        """Return the metrics of the save and those that were reported later."""
+        saved = self._each_decoded("metrics", self.head.metrics)
+        try:
+            return MappingProxyType({**saved, **self._each_decoded("metrics", self._noted.metrics)})
+        except HoldfastError as error:
+            logger.warning(
+                "%s: metrics that were reported later cannot be decoded and are skipped: %s", self.folder, error
+            )
+            return saved
+
+    @property
+    def progress(self) -> Mapping[str, Any]:
+        return self._each_decoded("progress", self.head.progress)
+
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        """Return the `extra` of the save, without the entry that describes the layout of a plain state dict."""
+        given = {key: value for key, value in self.head.extra.items() if key != STATE_DICT_NOTE}
+        return self._each_decoded("extra", given, tensor_of_text)
+
+    @property
+    def config(self) -> Any:
+        return self._decoded("config", self.head.config)
+
+    @property
+    def world_size(self) -> int:
+        return self.head.world_size
+
+    @property
+    def size_bytes(self) -> int:
+        return self.head.size_bytes
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        return self._noted.tags
+
+    @property
+    def damage(self) -> str:
+        """Return the damage that a restore found in its bytes; empty when none is known."""
+        return self._noted.damage
+
+    @cached_property
+    def _noted(self) -> Notes:
+        return sum_up(self.notes, self.head.tags)
+
+    @property
+    def path(self) -> str:
+        """Return the path or the URL of the checkpoint's folder."""
+        return f"{self.storage.url}/{self.folder}"
+
+    def key(self, name: str) -> str:
+        return paths.key(self.folder, name)
+
+    def _decoded(self, name: str, value: Any, tensor: Callable[[str], Any] | None = None) -> Any:
+        return decode(value, path=name, tensor=tensor)
+
+    def _each_decoded(
+        self, name: str, values: Mapping[str, Any], tensor: Callable[[str], Any] | None = None
+    ) -> Mapping[str, Any]:
+        """Decode value by value: the keys are the user's and are not interpreted."""
+        return MappingProxyType({key: self._decoded(f"{name}.{key}", value, tensor) for key, value in values.items()})
+
+    def __repr__(self) -> str:
+        return f"Checkpoint(step={self.step}, sequence={self.sequence}, path={self.path!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Checkpoint) and other.digest == self.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A folder that holds no usable checkpoint, and why. `newer`: not damaged, but of a newer format."""
+
+    folder: str
+    reason: str
+    newer: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.folder}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """The content of a run.
+
+    checkpoints: the latest first. attempts: folders without a commit. closed: those of them that can never be
+    committed. damaged: manifests that cannot be used. ranking: the metrics that `best` ranks by. unreadable: folders
+    that cannot be read now, each with the error; any of them may hold the latest checkpoint.
+    """
+
+    checkpoints: tuple[Checkpoint, ...]
+    attempts: tuple[str, ...]
+    damaged: tuple[Skipped, ...]
+    closed: tuple[str, ...] = ()
+    ranking: Ranking = ()
+    unreadable: tuple[tuple[str, StorageError], ...] = ()
+
+    def require_readable(self) -> None:
+        """Raise if a folder cannot be read now: nothing may be concluded from the others alone."""
+        if self.unreadable:
+            raise first_unreadable(self.unreadable)
+
+
+def first_unreadable(found: Sequence[tuple[str, StorageError]]) -> HoldfastError:
+    """Return the first of these errors, with how many there are. It keeps its type and names its file."""
+    error = found[0][1]
+    if len(found) == 1:
+        return error
+    return error.changed(problem=f"{error.problem} (and {len(found) - 1} more folders)")
