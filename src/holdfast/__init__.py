@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from holdfast.runs.checkpoint import Checkpoint
     from holdfast.runs.doctor import Finding
     from holdfast.runs.events import Event
-    from holdfast.runs.links import LinkTemplate
+    from holdfast.runs.link_names import LinkTemplate
     from holdfast.runs.policies import (
         At,
         Every,
@@ -85,7 +85,7 @@ _HOME = {
     "CheckpointManagerProtocol": "plugins.protocol",
     "HoldfastManager": "plugins.protocol",
     "create_checkpoint_manager": "plugins.protocol",
-    "LinkTemplate": "runs.links",
+    "LinkTemplate": "runs.link_names",
     "Decision": "runs.retention",
     **dict.fromkeys(
         (

@@ -91,6 +91,7 @@ from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.lease import Lease, reading
 from holdfast.runs.lineage import Lineage, ancestry, draw_segment
+from holdfast.runs.links import point_latest
 from holdfast.runs.report import Problem
 from holdfast.runs.run_record import open_run
 from holdfast.runs.selector import Selector
@@ -355,7 +356,7 @@ class HoldfastWriter(StorageWriter):  # type: ignore[misc]
                 "committed step %d: %.1f MiB to %s", checkpoint.step, checkpoint.size_bytes / 2**20, checkpoint.path
             )
             _committed_last[checkpoint.head.run_id] = checkpoint.digest
-            self._catalog.point_latest(checkpoint.folder)
+            point_latest(self._catalog.storage, checkpoint.folder)
         finally:
             self._give_up()
         metadata.storage_data = {result.index: _place_of(result) for rank in results for result in rank}

@@ -78,7 +78,7 @@ def prune(run: Location, keep: KeepPolicy) -> list[Decision]:
     lease = Lease.acquire(catalog.storage, from_this_process=False, close_attempts=catalog.attempts.close_older)
     try:
         # The links are the training's own, and stay as far as they lead anywhere.
-        return Housekeeper(catalog, keep=keep, links=False, may_write=lease.require).tidy()
+        return Housekeeper(catalog, keep=keep, links=False, may_write=lease.require).clean_up()
     finally:
         lease.release()
 

@@ -47,7 +47,7 @@ from holdfast.runs.cleanup import Housekeeper
 from holdfast.runs.events import Event
 from holdfast.runs.lease import reading
 from holdfast.runs.lineage import Lineage
-from holdfast.runs.links import LinkTemplate
+from holdfast.runs.link_names import LinkTemplate
 from holdfast.runs.orphans import wait_for_survivors
 from holdfast.runs.policies import KeepPolicy, Trigger
 from holdfast.runs.retention import Decision
@@ -212,7 +212,7 @@ class CheckpointManager:
             may_write=lambda: saver.hold_run(),
             in_use=lambda: {saver.head, *needed},
             own_line=True,
-            tell=lambda event: saver.tell(event),
+            emit=lambda event: saver.tell(event),
         )
         self._reports = Reports(self._catalog, self._housekeeper, own=lambda: saver.own)
         self._saver.on_commit = partial(_after_commit, self._reports, self._housekeeper)
@@ -228,7 +228,7 @@ class CheckpointManager:
         self._saver.hold_run()
         # What a crash left behind goes now. No checkpoint does before the first new one is committed: until then nobody
         # knows whether the newest is sound.
-        self._housekeeper.clear_behind()
+        self._housekeeper.clear_debris_in_background()
 
     @contextmanager
     def _giving_signals_back(self) -> Iterator[None]:
@@ -505,7 +505,7 @@ class CheckpointManager:
         """Have it written down, by whoever writes to the run: a mere reader leaves it as it is."""
         self._housekeeper.suspect(damaged)
         if damaged and self._saver.lease:
-            self._housekeeper.clear_behind()
+            self._housekeeper.clear_debris_in_background()
 
     def attach(self, name: str, component: Any) -> bool:
         """Add a component that did not exist yet. If the restored checkpoint has its state, it gets it now: True.
@@ -587,13 +587,13 @@ class CheckpointManager:
         return written
 
     def _note_and_tidy(self, checkpoint: Checkpoint, **said: Any) -> None:
-        self._housekeeper.note(checkpoint, **said)
+        self._housekeeper.annotate(checkpoint, **said)
         self._tidy_as_writer()
 
     def _tidy_as_writer(self) -> None:
         # Who only says something of a checkpoint does not become the run's writer by it.
         if self._saver.lease:
-            self._housekeeper.tidy_behind()
+            self._housekeeper.clean_up_in_background()
 
     def tag(self, selector: str | int, tag: str) -> None:
         """Give a checkpoint a name. It is never removed as long as it has one.
@@ -638,7 +638,7 @@ class CheckpointManager:
 
         def work() -> list[Decision]:
             self._housekeeper.wait()
-            return self._housekeeper.tidy()
+            return self._housekeeper.clean_up()
 
         return on_leader(self._ranks, "prune", work, returns=list[Decision])
 
@@ -820,7 +820,7 @@ class CheckpointManager:
 
 def _after_commit(reports: Reports, housekeeper: Housekeeper) -> None:
     reports.note_commit()
-    housekeeper.tidy_behind()
+    housekeeper.clean_up_in_background()
 
 
 def _reported(metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class Reports:
         with self._lock:
             waiting = self._waiting.setdefault(pending, _Waiting(pending, self._take_failed(pending.step)))
             waiting.metrics.update(metrics)
-        self._housekeeper.do_behind(partial(self._write_after, pending))
+        self._housekeeper.run_in_background(partial(self._write_after, pending))
 
     def _take_failed(self, step: int) -> dict[str, Any]:
         """Remove and return what was reported of failed saves of a step. What is reported later replaces it."""
@@ -87,7 +87,7 @@ class Reports:
     def note_commit(self) -> None:
         """Try again what waits for a step that was not committed before."""
         if self._waiting:
-            self._housekeeper.do_behind(self._write_committed)
+            self._housekeeper.run_in_background(self._write_committed)
 
     def settle(self) -> None:
         """Write what could not be written before. What still cannot is given up, and raised, once."""
@@ -138,7 +138,7 @@ class Reports:
         found = self._find(self._catalog.scan(), step, folder)
         try:
             if found is not None:
-                self._housekeeper.note(found, metrics=metrics)
+                self._housekeeper.annotate(found, metrics=metrics)
                 return True
         except CheckpointNotFoundError:
             pass  # removed between the scan and the note
@@ -160,7 +160,7 @@ class Reports:
             return
         if pending.error is None:
             self._write(waiting, pauses=_PAUSES_SECONDS)
-            self._housekeeper.tidy_behind()
+            self._housekeeper.clean_up_in_background()
         else:
             logger.warning(
                 "the save of step %d failed; its reported metrics are added when that step is committed", pending.step
@@ -177,7 +177,7 @@ class Reports:
         for waiting in list(self._waiting.values()):
             if waiting.pending.done() and self._find(scan, waiting.step, waiting.folder) is not None:
                 self._write(waiting, pauses=_PAUSES_SECONDS)
-                self._housekeeper.tidy_behind()
+                self._housekeeper.clean_up_in_background()
 
     def _write(self, waiting: _Waiting, *, pauses: tuple[float, ...]) -> None:
         """Write metrics, trying again after each pause; note the error when all tries failed."""

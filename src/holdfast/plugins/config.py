@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
 from holdfast.errors import KeyMissingError, StorageError, UsageError
-from holdfast.runs.links import LinkTemplate
+from holdfast.runs.link_names import LinkTemplate
 from holdfast.runs.policies import (
     At,
     Every,

@@ -43,7 +43,7 @@ from holdfast.runs.checkpoint import Checkpoint, Scan, Skipped
 from holdfast.runs.clock import timestamp
 from holdfast.runs.selection import choose, not_found, require_selectable
 from holdfast.runs.selector import Selector
-from holdfast.storage.base import Storage, features_of
+from holdfast.storage.base import Storage
 from holdfast.storage.documents import read_document
 from holdfast.storage.retrying import with_retries
 
@@ -266,16 +266,6 @@ class Catalog:
                 run=self.storage.url,
                 advice="look with `holdfast ls` once the storage works again; its data files were not removed",
             ) from error
-
-    def point_latest(self, folder: str) -> None:
-        """Move the link `latest` where the storage has links. It is for people: no code reads it."""
-        links = features_of(self.storage).links
-        if links is None:
-            return
-        try:
-            links.point(paths.LATEST_LINK, folder)
-        except Exception as error:
-            logger.warning("committed, but the link 'latest' could not be moved: %s", error)
 
     def _names(self) -> list[str]:
         return [entry.name for entry in self.storage.entries("")]

@@ -23,7 +23,7 @@ from holdfast.storage.base import Storage
 
 logger = logging.getLogger("holdfast")
 
-__all__ = ["Checkpoint", "Scan", "Skipped", "first_unreadable"]
+__all__ = ["Checkpoint", "Scan", "Skipped", "first_unreadable", "numbers_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,3 +194,8 @@ def first_unreadable(found: Sequence[tuple[str, StorageError]]) -> HoldfastError
     if len(found) == 1:
         return error
     return error.changed(problem=f"{error.problem} (and {len(found) - 1} more folders)")
+
+
+def numbers_of(values: Mapping[str, Any]) -> Mapping[str, int | float]:
+    """Return those of these values that are numbers."""
+    return MappingProxyType({name: value for name, value in values.items() if isinstance(value, int | float)})

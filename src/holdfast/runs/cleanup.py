@@ -1,55 +1,52 @@
-"""Keep a run in order behind the training: links for people, what to keep, what nobody will ever need again.
+"""Keep a run in order: links, retention, and the debris of attempts that were given up.
 
-Only the run's writer does it, on the leader, in a thread of its own. A checkpoint that goes is first no checkpoint any
-more, durably; then its bytes go, unless somebody reads them. A crash in between leaves debris, which the next writer
-closes and clears away.
+Only the run's writer does it, on the leader, in a worker thread. A checkpoint that is removed loses its manifest first,
+durably; then its bytes go, unless a process reads them. A crash in between leaves debris, which the next writer closes
+and removes.
 """
 
 from __future__ import annotations
 
 import logging
-import re
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
-from holdfast.errors import CheckpointNotFoundError, HoldfastError, KeyMissingError, StorageError, UsageError
+from holdfast.errors import CheckpointNotFoundError, HoldfastError, KeyMissingError
 from holdfast.ondisk import paths
 from holdfast.runs.annotations import Note, parse_note_name
 from holdfast.runs.attempts import AttemptRecord
 from holdfast.runs.catalog import Catalog
-from holdfast.runs.checkpoint import Checkpoint, Scan
+from holdfast.runs.checkpoint import Checkpoint, Scan, numbers_of
 from holdfast.runs.events import Event
 from holdfast.runs.lease import Readers
 from holdfast.runs.lineage import ancestry, start_of
-from holdfast.runs.links import LinkTemplate
+from holdfast.runs.link_names import LinkTemplate
+from holdfast.runs.links import Links
 from holdfast.runs.policies import KeepPolicy, Record
 from holdfast.runs.process_identity import Identity, is_alive
 from holdfast.runs.retention import Decision, retain
-from holdfast.runs.selection import best_of
 from holdfast.runs.verify import verify
 from holdfast.runs.worker import WorkerThread
-from holdfast.storage.base import features_of
 
 logger = logging.getLogger("holdfast")
 
 __all__ = ["Housekeeper", "records_of"]
 
-_NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9._=+-]")
+_CLEANUP_FAILED = "cleanup failed and will be retried after the next save"
 
 
 class Housekeeper:
-    """Tidies one run, whenever it is asked to.
+    """Cleans up one run, whenever it is asked to.
 
-    keep: None keeps everything. links: whether there are links for people, and after which template one for each
-    checkpoint; without them, those that are there stay as long as they lead somewhere. may_write: raises when this
-    process is not the run's writer any more. in_use: digests of checkpoints that the training itself still needs.
-    own_line: only the line that ends in the newest checkpoint is this training's to clean up. What belongs to another
-    start, or to a line that somebody went back from, stays until it is pruned explicitly.
+    keep: None keeps everything. links: False makes none; a template adds one for each checkpoint. Links that exist stay
+    as long as they lead to a checkpoint. may_write: raises when this process is not the run's writer any more. in_use:
+    digests of checkpoints that the training itself still needs. own_line: only checkpoints in the lineage of the newest
+    one may be removed; those of another start of the run, or that the training went back from, stay until they are
+    pruned explicitly. emit: is called with an event for each checkpoint that was removed.
     """
 
     def __init__(
@@ -61,15 +58,17 @@ class Housekeeper:
         may_write: Callable[[], None] = lambda: None,
         in_use: Callable[[], set[str | None]] = set,
         own_line: bool = False,
-        tell: Callable[[Event], None] = lambda event: None,
+        emit: Callable[[Event], None] = lambda event: None,
     ) -> None:
         self._catalog = catalog
         self._keep = keep
-        self._links = links
+        self._updates_links = links is not False
+        self._template = links if isinstance(links, LinkTemplate) else None
+        self._links = Links(catalog, template=self._template, ranking=keep.metrics if keep is not None else ())
         self._own_line = own_line
         self._may_write = may_write
         self._in_use = in_use
-        self._tell = tell
+        self._emit = emit
         self._readers = Readers(catalog.storage)
         self._worker = WorkerThread()
         self._doomed: dict[str, str] = {}
@@ -78,34 +77,38 @@ class Housekeeper:
         self._durable: set[str] = set()
         self._suspected: dict[Checkpoint, str] = {}
         self._lock = threading.Lock()
-        self._said_unknown = False
+        self._warned_of_metrics = False
         weakref.finalize(self, self._worker.stop)
 
-    def tidy_behind(self) -> None:
-        """Tidy in the background, if there is anything that tidying would change. What fails is logged, and tried again
-        after the next save."""
-        if self._keep is None and not isinstance(self._links, LinkTemplate) and self._cleared and not self._suspected:
+    def clean_up_in_background(self) -> None:
+        """Run `clean_up` in the worker thread if it would change anything. A failure is logged, and `clean_up` is run
+        again after the next save."""
+        if self._keep is None and self._template is None and self._cleared and not self._suspected:
             return
-        # One that waits for its turn will see what happened until then.
+        # One that waits for its turn will see all changes until then.
         if not self._waiting.is_set():
             self._waiting.set()
-            self._worker.submit(lambda: self._try(self._take_turn))
+            self._worker.submit(lambda: _log_failure(self._take_turn, _CLEANUP_FAILED))
 
     def _take_turn(self) -> None:
         self._waiting.clear()
-        self.tidy()
+        self.clean_up()
 
-    def do_behind(self, work: Callable[[], object]) -> None:
-        """Do something of the caller's in the same thread, in its turn."""
-        self._worker.submit(lambda: self._try(work))
+    def clear_debris_in_background(self) -> None:
+        """Run `clear_debris` in the worker thread. A failure is logged; the next cleanup does it again."""
+        self._worker.submit(lambda: _log_failure(self.clear_debris, _CLEANUP_FAILED))
+
+    def run_in_background(self, work: Callable[[], object]) -> None:
+        """Run a function of the caller in the worker thread, in its turn. A failure is logged."""
+        self._worker.submit(lambda: _log_failure(work, "work on the run in the background failed"))
 
     def suspect(self, damaged: Mapping[Checkpoint, str]) -> None:
-        """Have these looked at again when this process next tidies: what could not be read for a moment is not damaged.
-        Of what is, it is written down: nobody shall count on it, nor remove it before somebody has looked at it."""
+        """Have these checkpoints verified by the next cleanup: a read error may have been temporary. Damage that is
+        confirmed is noted on the checkpoint, which then counts for nothing and is not removed."""
         self._suspected.update(damaged)
 
     def wait(self) -> None:
-        """Return when everything that was asked for is done."""
+        """Return when everything that was submitted is done."""
         self._worker.wait()
 
     def close(self) -> None:
@@ -113,57 +116,54 @@ class Housekeeper:
         self._worker.stop()
 
     def plan(self) -> list[Decision]:
-        """What would be kept and what would go, and why. Does nothing."""
+        """Return what a cleanup would keep and remove, and why. Changes nothing."""
         return self._plan(self._catalog.scan())
 
-    def clear_behind(self) -> None:
-        """Clear debris away in the background, and remove nothing that is a checkpoint."""
-        self.do_behind(self.clear_debris)
-
     def clear_debris(self) -> None:
-        """Remove what abandoned attempts and deletions that were cut short left behind, and notes on what is gone."""
+        """Remove the bytes of closed attempts and of interrupted deletions, and notes on checkpoints that are gone."""
         self._may_write()
         self._note_damage()
         self._readers.sweep()
-        said = self._catalog.annotations.names()
+        notes = self._catalog.annotations.names()
         scan = self._catalog.scan()
         self._collect(scan)
-        _remove_lost_notes(self._catalog, said, scan)
+        _remove_lost_notes(self._catalog, notes, scan)
         for folder in list(self._doomed):
             self._clear(folder)
         self._cleared = True
 
-    def tidy(self) -> list[Decision]:
-        """Move the links, remove what is not kept, clear away debris."""
+    def clean_up(self) -> list[Decision]:
+        """Clear debris, move the links and remove what is not kept; return what was decided."""
         self.clear_debris()
         while True:
-            said = self._catalog.annotations.names()
+            notes = self._catalog.annotations.names()
             scan = self._catalog.scan()
             plan = self._plan(scan)
             gone = {decision.folder for decision in plan if not decision.keep}
             kept = [found for found in scan.checkpoints if found.folder not in gone]
-            # The links first: none of ours may lead to what is about to go.
-            self._point(kept)
+            if self._updates_links:
+                # The links first: none of them may lead to what is about to be removed.
+                self._links.update(kept)
             going = [found for found in reversed(scan.checkpoints) if found.folder in gone]
             if going:
                 self._make_durable(kept)
-            if all(self._remove(checkpoint, said) for checkpoint in going):
-                self._unpoint_lost(scan)
+            if all(self._remove(checkpoint, notes) for checkpoint in going):
+                self._links.remove_dangling(scan, self._doomed.keys())
                 return plan
 
     def _make_durable(self, kept: Sequence[Checkpoint]) -> None:
-        """What stays must be there after a power cut before anything else goes: whoever committed it may have been
-        killed between the manifest and its sync."""
+        """Sync what stays before anything is removed: a process that committed it may have been killed between the
+        manifest and its sync."""
         for checkpoint in kept:
             if checkpoint.digest not in self._durable:
                 self._catalog.storage.sync(checkpoint.folder)
                 self._durable.add(checkpoint.digest)
 
-    def note(self, checkpoint: Checkpoint, **said: Any) -> None:
-        """Write something down about a checkpoint, but not while one is being removed. One that was is not found."""
+    def annotate(self, checkpoint: Checkpoint, **content: Any) -> None:
+        """Write a note on a checkpoint, but not while one is being removed; a CheckpointNotFoundError when it was."""
         with self._lock:
             self._require(checkpoint)
-            self._catalog.annotations.add(checkpoint, **said)
+            self._catalog.annotations.add(checkpoint, **content)
 
     def _require(self, checkpoint: Checkpoint) -> None:
         try:
@@ -175,25 +175,13 @@ class Housekeeper:
                 f"{checkpoint.folder} was removed meanwhile", run=self._catalog.storage.url, step=checkpoint.step
             )
 
-    def _try(self, work: Callable[[], object]) -> None:
-        try:
-            work()
-        except ReferenceError:
-            return  # the manager is gone
-        except HoldfastError as error:
-            logger.warning("the run could not be tidied up; it will be after the next save: %s", error)
-        except BaseException:  # there is nobody behind this thread who could hear of it
-            logger.exception("the run could not be tidied up; it will be after the next save")
-
     def _note_damage(self) -> None:
         while self._suspected:
             checkpoint, damage = next(iter(self._suspected.items()))
-            # By one thread: the training goes on beside it.
+            # By one thread: the training runs at the same time.
             if not verify(checkpoint, threads=1).ok:
                 self._catalog.annotations.add(checkpoint, damage=damage)
             del self._suspected[checkpoint]
-
-    # What stays
 
     def _plan(self, scan: Scan) -> list[Decision]:
         if self._keep is None:
@@ -209,7 +197,7 @@ class Housekeeper:
         return retain(records, self._keep)
 
     def _as_found(self, checkpoint: Checkpoint) -> Checkpoint:
-        """With the damage that is not written down yet."""
+        """Return the checkpoint with damage that is suspected and not noted yet."""
         damage = self._suspected.get(checkpoint)
         if damage is None:
             return checkpoint
@@ -218,13 +206,13 @@ class Housekeeper:
         )
 
     def _warn_of_unknown_metrics(self, scan: Scan) -> None:
-        """Once: a metric that no checkpoint has may be one that is reported late, or one that is spelled wrong."""
-        if self._said_unknown or self._keep is None or not scan.checkpoints:
+        """Log once a metric that no checkpoint has: it may be reported later, or be misspelled."""
+        if self._warned_of_metrics or self._keep is None or not scan.checkpoints:
             return
         known = {name for checkpoint in scan.checkpoints for name in checkpoint.metrics}
         unknown = sorted({metric for metric, _ in self._keep.metrics} - known)
         if unknown:
-            self._said_unknown = True
+            self._warned_of_metrics = True
             logger.warning(
                 "no checkpoint has the metric '%s' that KeepBest ranks by (there are: %s); until one is saved or "
                 "reported with it, all rank as the worst",
@@ -232,21 +220,21 @@ class Housekeeper:
                 ", ".join(sorted(known)) or "none",
             )
 
-    # What goes
-
-    def _remove(self, checkpoint: Checkpoint, said: Sequence[str]) -> bool:
-        """False when something was said of the run's checkpoints since the plan was made: it may not hold any more."""
+    def _remove(self, checkpoint: Checkpoint, notes: Sequence[str]) -> bool:
+        """Remove a checkpoint unless it is in use. Return False when a note was written since the plan was made, which
+        may not hold any more. `notes`: the names before the plan."""
         begin = time.monotonic()
         self._may_write()
         with self._lock:
-            if self._catalog.annotations.names() != said and not self._only_fewer(said):
+            # Fewer are no reason: notes on what was removed are gone.
+            if not set(self._catalog.annotations.names()) <= set(notes):
                 return False
             if checkpoint.folder in self._readers.folders() or checkpoint.digest in self._in_use():
                 return True
             self._uncommit(checkpoint.folder)
         self._clear(checkpoint.folder)
         logger.info("removed step %d (%s)", checkpoint.step, checkpoint.folder)
-        self._tell(
+        self._emit(
             Event(
                 "pruned",
                 checkpoint.step,
@@ -259,8 +247,8 @@ class Housekeeper:
         return True
 
     def _uncommit(self, folder: str) -> None:
-        """Let a checkpoint be one no more, and note that its bytes are to go. One that is still there when that failed
-        is a checkpoint as before: the next plan decides about it, and may keep it."""
+        """Remove the manifest and remember that the bytes are to go. When that fails and the manifest is still there,
+        it is a checkpoint as before: the next plan decides about it, and may keep it."""
         self._doomed[folder] = self._claim_of(folder)
         try:
             self._catalog.uncommit(folder)
@@ -269,16 +257,12 @@ class Housekeeper:
                 del self._doomed[folder]
             raise
 
-    def _only_fewer(self, said: Sequence[str]) -> bool:
-        """Whether nothing was said, and only notes on what was removed are gone."""
-        return set(self._catalog.annotations.names()) <= set(said)
-
     def _clear(self, folder: str) -> None:
-        """The bytes of what is no checkpoint any more; later, if somebody came to read it just before."""
+        """Remove the bytes of what is no checkpoint any more; later, if a process has just begun to read them."""
         if self._claim_of(folder) != self._doomed[folder]:
-            del self._doomed[folder]  # it is gone, and another attempt has its name
+            del self._doomed[folder]  # gone, and another attempt has its name
         elif folder not in self._readers.folders():
-            # Again, because the first time may have failed; without it nothing may be removed.
+            # Again, because the first time may have failed: no byte may go while there is a manifest.
             self._catalog.uncommit(folder)
             self._catalog.remove(folder)
             del self._doomed[folder]
@@ -287,99 +271,30 @@ class Housekeeper:
         return self._catalog.attempts.record(folder).claim
 
     def _collect(self, scan: Scan) -> None:
-        """Clear away attempts that were closed, and so can never be committed. The word that says so stays as long as
-        their writer may live: without it he could."""
+        """Remove attempts that were closed. The marker that closes them stays as long as their writer may live: without
+        it that process could commit."""
         reading = self._readers.folders() if scan.closed else set()
         for folder in scan.closed:
-            # It may be a checkpoint whose deletion was cut short, and somebody may have begun to read it before that.
+            # It may be a checkpoint whose deletion was interrupted and that a process began to read before that.
             if folder in reading:
                 continue
             self._catalog.attempts.clear(folder)
-            # Who has not even said who he is has written nothing, and looks whose run it is before he commits.
-            unsaid = paths.ATTEMPT not in {entry.name for entry in self._catalog.storage.entries(folder)}
-            if unsaid or _is_dead(self._catalog.attempts.record(folder)):
+            # A process that has not written its record has written nothing, and checks its lease before it commits.
+            unrecorded = paths.ATTEMPT not in {entry.name for entry in self._catalog.storage.entries(folder)}
+            if unrecorded or _is_dead(self._catalog.attempts.record(folder)):
                 self._catalog.remove(folder)
 
-    # Links
 
-    def _point(self, kept: Sequence[Checkpoint]) -> None:
-        """Make the links that there shall be, and remove others that are made here, by their names."""
-        links = features_of(self._catalog.storage).links
-        if self._links is False or links is None:
-            return
-        wanted = self._wanted(kept)
-        try:
-            present = links.targets()
-            for name, target in wanted.items():
-                if present.get(name) != target:
-                    links.point(name, target)
-            for name, target in present.items():
-                if name not in wanted and self._is_ours(name, target):
-                    links.remove(name)
-        except StorageError as error:
-            logger.warning("the links could not be moved: %s", error)
-
-    def _unpoint_lost(self, scan: Scan) -> None:
-        """Remove links to what is no checkpoint any more: they were made for one, after whatever template, and lead
-        nowhere. Not before it is gone: it may still stay, and the link be somebody's own."""
-        links = features_of(self._catalog.storage).links
-        if links is None:
-            return
-        try:
-            for name, target in links.targets().items():
-                if paths.parse_folder(target) is not None and self._is_lost(target, scan):
-                    links.remove(name)
-        except StorageError as error:
-            logger.warning("links that lead nowhere could not be removed: %s", error)
-
-    def _is_lost(self, folder: str, scan: Scan) -> bool:
-        return folder in self._doomed or self._catalog.is_gone(folder, scan)
-
-    def _wanted(self, kept: Sequence[Checkpoint]) -> dict[str, str]:
-        """The links that there shall be, each with the folder that it leads to."""
-        sound = [checkpoint for checkpoint in kept if not checkpoint.damage]
-        wanted = {paths.LATEST_LINK: sound[0].folder} if sound else {}
-        wanted |= self._best(sound)
-        if isinstance(self._links, LinkTemplate):
-            wanted |= self._named(kept, self._links)
-        return wanted
-
-    def _best(self, sound: Sequence[Checkpoint]) -> dict[str, str]:
-        """`best`, and one for each metric when there are several. The first one that is kept by is `best`."""
-        metrics = self._keep.metrics if self._keep is not None else ()
-        found: dict[str, str] = {}
-        for metric, mode in metrics:
-            best = best_of(sound, metric, mode)
-            if best is None:
-                continue
-            found.setdefault(paths.BEST_LINK, best.folder)
-            if len(metrics) > 1:
-                found[f"{paths.BEST_LINK}-{_NOT_IN_A_NAME.sub('_', metric)}"] = best.folder
-        return found
-
-    def _named(self, kept: Sequence[Checkpoint], template: LinkTemplate) -> dict[str, str]:
-        found: dict[str, str] = {}
-        for checkpoint in reversed(kept):
-            try:
-                found[template.format(_values(checkpoint))] = checkpoint.folder
-            except (UsageError, HoldfastError) as error:
-                logger.debug("no link for step %d: %s", checkpoint.step, error)
-        return found
-
-    def _is_ours(self, name: str, target: str) -> bool:
-        """Whether a link that is not wanted is one that this made: of those that lead somewhere only they may go."""
-        if paths.parse_folder(target) is None:
-            return False
-        if name == paths.BEST_LINK or name.startswith(f"{paths.BEST_LINK}-"):
-            return True
-        return isinstance(self._links, LinkTemplate) and _reads(self._links, name)
-
-
-def _reads(template: LinkTemplate, name: str) -> bool:
+def _log_failure(work: Callable[[], object], message: str) -> None:
+    """Run a function of the worker thread; log what it raises, because no caller would see it."""
     try:
-        return template.parse(name) is not None
-    except UsageError:
-        return True  # it can be read in more than one way
+        work()
+    except ReferenceError:
+        return  # the manager is gone
+    except HoldfastError as error:
+        logger.warning("%s: %s", message, error)
+    except BaseException:
+        logger.exception("%s", message)
 
 
 def records_of(
@@ -389,7 +304,7 @@ def records_of(
     in_use: Set[str | None] = frozenset(),
     own_line: bool = False,
 ) -> list[Record]:
-    """Return the checkpoints of a run as retention sees them. With `own_line` those that are not on the line of the
+    """Return the checkpoints of a run as retention sees them. With `own_line` those outside of the lineage of the
     newest are shielded."""
     newest = next((found for found in scan.checkpoints if not found.damage), None)
     line = {found.folder for found in ancestry(newest.digest, scan.checkpoints)} if newest is not None else set()
@@ -412,19 +327,19 @@ def records_of(
 
 def _shield(checkpoint: Checkpoint, reading: Set[str], in_use: Set[str | None]) -> str:
     if checkpoint.damage:
-        return f"damaged, kept aside: {checkpoint.damage}"
+        return f"damaged, kept for inspection: {checkpoint.damage}"
     if checkpoint.unread_notes:
         return f"what was noted on it cannot be read: {checkpoint.unread_notes[0]}"
     if checkpoint.folder in reading:
-        return "somebody reads it"
+        return "a process is reading it"
     if checkpoint.digest in in_use:
         return "this training continues from it"
     return ""
 
 
 def _shield_of_line(checkpoint: Checkpoint, line: Set[str], start: tuple[int, str] | None) -> str:
-    """Return why a checkpoint stays that the line of the newest does not have. `start`: the first checkpoint of that
-    line; None where lines do not count."""
+    """Return why a checkpoint stays that is not in the lineage of the newest. `start`: the first checkpoint of that
+    lineage; None where lineages do not matter."""
     if start is None or checkpoint.folder in line:
         return ""
     if start_of(checkpoint) not in (start, None):
@@ -433,9 +348,9 @@ def _shield_of_line(checkpoint: Checkpoint, line: Set[str], start: tuple[int, st
 
 
 def _metrics(checkpoint: Checkpoint) -> Mapping[str, int | float]:
-    """One checkpoint with a record that makes no sense must not keep a whole run from being tidied."""
+    """Return the numeric metrics; none where they cannot be decoded, which must not stop the cleanup of a whole run."""
     try:
-        return _numbers(checkpoint.metrics)
+        return numbers_of(checkpoint.metrics)
     except HoldfastError as error:
         logger.warning("%s: its metrics cannot be read, and count as unknown: %s", checkpoint.folder, error)
         return {}
@@ -446,22 +361,6 @@ def _seconds(checkpoint: Checkpoint) -> float:
         return checkpoint.created.timestamp()
     except (ValueError, OverflowError, OSError):
         return 0.0
-
-
-def _numbers(metrics: Mapping[str, Any]) -> Mapping[str, int | float]:
-    return MappingProxyType({name: value for name, value in metrics.items() if isinstance(value, int | float)})
-
-
-def _values(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What a link's name may say of a checkpoint: its numbers, its step and the name of its run."""
-    name = checkpoint.storage.url.rstrip("/").rpartition("/")[2]
-    return {
-        **_numbers(checkpoint.progress),
-        **_numbers(checkpoint.metrics),
-        "step": checkpoint.step,
-        "sequence": checkpoint.sequence,
-        "name": name,
-    }
 
 
 def _is_dead(record: AttemptRecord) -> bool:

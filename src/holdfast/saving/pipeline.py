@@ -34,6 +34,7 @@ from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.events import Event
 from holdfast.runs.lease import has_claim
 from holdfast.runs.lineage import Lineage, ancestry, draw_segment
+from holdfast.runs.links import point_latest
 from holdfast.runs.progress import Progress
 from holdfast.runs.worker import WorkerThread
 from holdfast.saving.background import (
@@ -538,7 +539,7 @@ class Saver:
         facts = self._leader.facts(work.request, work.decided.folder)
         checkpoint = commit(facts, self._leader.listing, receipts, self._catalog)
         if facts.links:
-            self._catalog.point_latest(checkpoint.folder)
+            point_latest(self._catalog.storage, checkpoint.folder)
         return _saved(checkpoint)
 
     # Written behind the training

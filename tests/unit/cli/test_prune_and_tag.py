@@ -310,7 +310,7 @@ def test_a_folder_whose_manifest_is_damaged_is_named_and_stays(run: Path) -> Non
 def test_what_somebody_reads_stays(run: Path) -> None:
     with reading(LocalStorage(str(run)), "step-000000010"):
         found = call_json("prune", run, "--keep-last", 1, "--yes")
-        assert found["checkpoints"][-1]["reasons"] == ["somebody reads it"]
+        assert found["checkpoints"][-1]["reasons"] == ["a process is reading it"]
         assert steps(run) == [50, 10]
     call("prune", run, "--keep-last", 1, "--yes")
     assert steps(run) == [50]
@@ -472,7 +472,7 @@ def test_prune_keeps_what_a_restore_found_damaged_aside(run: Path) -> None:
     damage = damaged_by_a_restore(run)
     found = call_json("prune", run, "--keep-last", 1, "--yes")
     reasons = {one["step"]: one["reasons"] for one in found["checkpoints"] if one["keep"]}
-    assert reasons == {50: [f"damaged, kept aside: {damage}"], 40: ["the newest", "among the last 1"]}
+    assert reasons == {50: [f"damaged, kept for inspection: {damage}"], 40: ["the newest", "among the last 1"]}
     assert steps(run) == [50, 40]
 
 

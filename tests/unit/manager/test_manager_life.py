@@ -670,7 +670,7 @@ def test_what_is_being_read_stays_until_the_reader_is_done(tmp_path: Path, mode:
             manager.save(2, wait=True)
             decided = manager.prune()
             assert steps_of(tmp_path) == [2, 1]
-            assert {decision.step: decision.reasons for decision in decided}[1] == ("somebody reads it",)
+            assert {decision.step: decision.reasons for decision in decided}[1] == ("a process is reading it",)
             assert value_at(tmp_path, 1) == 0.0
         manager.prune()
         assert folders(tmp_path) == ["step-000000002"]
@@ -1258,7 +1258,7 @@ def test_a_damaged_newest_one_is_passed_over_kept_aside_and_not_counted(tmp_path
         "step-000000003.2",
         "step-000000004",
     ]
-    assert "damaged, kept aside" in decided["step-000000003"].reasons[0]
+    assert "damaged, kept for inspection" in decided["step-000000003"].reasons[0]
     assert folders(tmp_path) == ["step-000000003", "step-000000003.2", "step-000000004"]
     assert value_at(tmp_path) == 4.0
     assert value_at(tmp_path, 3) == 3.0, "the sound one of that step"

@@ -17,7 +17,7 @@ from holdfast.errors import KeyMissingError
 from holdfast.loading.pipeline import Verify
 from holdfast.plugins import config as configuration
 from holdfast.plugins.config import CheckpointConfig
-from holdfast.runs.links import LinkTemplate
+from holdfast.runs.link_names import LinkTemplate
 from holdfast.runs.policies import (
     At,
     Every,

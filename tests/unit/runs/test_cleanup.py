@@ -25,7 +25,7 @@ from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.cleanup import Housekeeper
 from holdfast.runs.events import Event
 from holdfast.runs.lease import Lease, reading
-from holdfast.runs.links import LinkTemplate
+from holdfast.runs.link_names import LinkTemplate
 from holdfast.runs.policies import KeepAll, KeepBest, KeepEvery, KeepLast, KeepPolicy, KeepTagged
 from holdfast.runs.process_identity import Identity, birth_of, this_process
 from holdfast.runs.verify import verify
@@ -69,7 +69,7 @@ class Run:
             links=links,
             may_write=self.saver.hold_run,
             in_use=lambda: {self.saver.head},
-            tell=self.events.append,
+            emit=self.events.append,
         )
         return self.keeper
 
@@ -120,13 +120,13 @@ def rot(*checkpoints: Checkpoint) -> None:
 def test_latest_leads_to_the_newest_also_when_it_was_lost_or_moved(run: Run) -> None:
     run.save(1)
     run.save(2)
-    run.keeper.tidy()
+    run.keeper.clean_up()
     assert run.links == {"latest": folder(2)}
     run.storage.features.links.remove("latest")
-    run.keeper.tidy()
+    run.keeper.clean_up()
     assert run.links == {"latest": folder(2)}
     run.storage.features.links.point("latest", folder(1))
-    run.keeper.tidy()
+    run.keeper.clean_up()
     assert run.links == {"latest": folder(2)}
 
 
@@ -134,7 +134,7 @@ def test_best_leads_to_the_best_by_the_one_metric_that_is_kept_by(run: Run) -> N
     run.keep(KeepLast(9) | KeepBest("loss", 2))
     for step, loss in enumerate([0.5, 0.25, float("nan"), 0.25, 3]):
         run.save(step, loss=loss)
-    run.keeper.tidy()
+    run.keeper.clean_up()
     assert run.links == {"latest": folder(4), "best": folder(3)}
 
 
@@ -142,7 +142,7 @@ def test_with_several_metrics_each_has_a_link_and_the_first_is_the_best(run: Run
     run.keep(KeepAll() | KeepBest("val/loss") | KeepBest("acc@1", mode="max") | KeepBest("never seen"))
     run.save(1, **{"val/loss": 0.5, "acc@1": 0.5})
     run.save(2, **{"val/loss": 0.75, "acc@1": 0.75})
-    run.keeper.tidy()
+    run.keeper.clean_up()
     assert run.links == {
         "latest": folder(2),
         "best": folder(1),
@@ -154,23 +154,23 @@ def test_with_several_metrics_each_has_a_link_and_the_first_is_the_best(run: Run
 def test_links_to_a_best_that_nobody_asks_for_any_more_go(run: Run) -> None:
     run.keep(KeepBest("loss") | KeepBest("acc"))
     run.save(1, loss=1, acc=1)
-    run.keeper.tidy()
+    run.keeper.clean_up()
     assert set(run.links) == {"latest", "best", "best-loss", "best-acc"}
     run.keep(KeepBest("acc"))
-    run.keeper.tidy()
+    run.keeper.clean_up()
     assert set(run.links) == {"latest", "best"}
     run.keep(KeepLast(1))
-    run.keeper.tidy()
+    run.keeper.clean_up()
     assert set(run.links) == {"latest"}
 
 
 def test_late_metrics_move_the_best(run: Run) -> None:
     run.keep(KeepAll() | KeepBest("loss"))
     first, second = run.save(1, loss=2.0), run.save(2)
-    run.keeper.tidy()
+    run.keeper.clean_up()
     assert run.links["best"] == first.folder
     run.catalog.annotations.add(second, metrics={"loss": 1.0})
-    run.keeper.tidy()
+    run.keeper.clean_up()
     assert run.links["best"] == second.folder
 
 
@@ -179,7 +179,7 @@ def test_no_link_leads_to_a_damaged_one(run: Run) -> None:
     first, second = run.save(1, loss=2.0), run.save(2, loss=1.0)
     rot(second)
     run.keeper.suspect({second: "its bytes are not what they were"})
-    run.keeper.tidy()
+    run.keeper.clean_up()
     assert run.links == {"latest": first.folder, "best": first.folder}
 
 
@@ -188,7 +188,7 @@ def test_what_is_suspected_and_sound_counts(run: Run) -> None:
     run.save(1, loss=2.0)
     second = run.save(2, loss=1.0)
     run.keeper.suspect({second: "it could not be read for a moment"})
-    run.keeper.tidy()
+    run.keeper.clean_up()
     assert run.links == {"latest": second.folder, "best": second.folder}
     assert Catalog(run.storage).scan().checkpoints[0].damage == ""
 
@@ -197,7 +197,7 @@ def test_a_template_gives_each_checkpoint_a_name_and_takes_it_back(run: Run) -> 
     run.keep(KeepLast(2), LinkTemplate("{name}--{loss:.2f}-{step}"))
     for step in (1, 2, 3):
         run.save(step, loss=step / 4)
-    run.keeper.tidy()
+    run.keeper.clean_up()
     assert run.links == {"latest": folder(3), "run--0.50-2": folder(2), "run--0.75-3": folder(3)}
 
 
@@ -205,13 +205,13 @@ def test_a_name_follows_the_metrics_and_one_that_cannot_be_made_is_left_out(run:
     run.keep(None, LinkTemplate("{name}--{loss:.2f}-{step}"))
     first = run.save(1)
     run.save(2, loss=0.5)
-    run.keeper.tidy()
+    run.keeper.clean_up()
     assert set(run.links) == {"latest", "run--0.50-2"}
     run.catalog.annotations.add(first, metrics={"loss": 0.125})
-    run.keeper.tidy()
+    run.keeper.clean_up()
     assert set(run.links) == {"latest", "run--0.12-1", "run--0.50-2"}
     run.catalog.annotations.add(first, metrics={"loss": 8.0})
-    run.keeper.tidy()
+    run.keeper.clean_up()
     assert set(run.links) == {"latest", "run--8.00-1", "run--0.50-2"}
 
 
@@ -233,7 +233,7 @@ def test_what_others_made_is_never_touched(run: Run, tmp_path: Path) -> None:
         os.symlink(target, root / name)
     (root / "notes.txt").write_text("mine")
     run.save(2, loss=0.25)
-    run.keeper.tidy()
+    run.keeper.clean_up()
     assert run.steps == [2, 1]
     assert {name: target for name, target in run.links.items() if name in foreign} == foreign
     assert (root / "notes.txt").read_text() == "mine"
@@ -246,7 +246,7 @@ def test_a_link_to_a_checkpoint_goes_with_it_whoever_made_it(run: Run, links: An
     run.save(2)
     for name, target in {"old": folder(1), "never": folder(77), "mine": folder(2)}.items():
         os.symlink(target, tmp_path / "run" / name)
-    run.keeper.tidy()
+    run.keeper.clean_up()
     assert {"old", "never", "mine"} & set(run.links) == {"mine"}
 
 
@@ -270,10 +270,10 @@ def test_a_link_to_what_was_about_to_go_and_is_read_stays(tmp_path: Path) -> Non
     os.symlink(folder(1), tmp_path / "run" / "mine")
     with ExitStack() as stack:
         storage.planned = lambda: stack.enter_context(reading(storage, folder(1)))
-        assert [decision.keep for decision in run.keeper.tidy()] == [True, False]
+        assert [decision.keep for decision in run.keeper.clean_up()] == [True, False]
         assert run.steps == [2, 1]
         assert "mine" in run.links
-    run.keeper.tidy()
+    run.keeper.clean_up()
     assert run.steps == [2]
     assert "mine" not in run.links
 
@@ -286,7 +286,7 @@ def test_a_link_to_what_is_gone_but_for_a_reader_of_its_bytes_goes(run: Run, tmp
     run.keeper._doomed[first.folder] = run.keeper._claim_of(first.folder)
     run.catalog.uncommit(first.folder)
     with reading(run.storage, first.folder):
-        run.keeper.tidy()
+        run.keeper.clean_up()
         assert first.folder in run.names
         assert set(run.links) == {"latest"}
 
@@ -301,7 +301,7 @@ def test_a_link_to_what_is_being_written_or_cannot_be_read_stays(run: Run, tmp_p
     for name, target in {"a": unreadable, "b": under_way, "c": closed}.items():
         os.symlink(target, tmp_path / "run" / name)
     run.catalog.attempts.close_older(run.saver.lease)
-    run.keeper.tidy()
+    run.keeper.clean_up()
     assert {"a", "b", "c"} & set(run.links) == {"a", "b"}
 
 
@@ -315,7 +315,7 @@ def test_a_file_in_the_place_of_a_link_stays_and_the_rest_is_done(
     run.save(1, loss=2)
     run.save(2, loss=1)
     with caplog.at_level(logging.WARNING, logger="holdfast"):
-        run.keeper.tidy()
+        run.keeper.clean_up()
     assert (tmp_path / "run" / name).read_text() == "mine"
     assert "the links could not be moved" in caplog.text
     assert run.steps == [2]
@@ -324,10 +324,10 @@ def test_a_file_in_the_place_of_a_link_stays_and_the_rest_is_done(
 def test_a_template_that_changed_leaves_no_link_that_leads_nowhere(run: Run, tmp_path: Path) -> None:
     run.keep(KeepLast(1), LinkTemplate("{name}-at-{step}"))
     run.save(1)
-    run.keeper.tidy()
+    run.keeper.clean_up()
     run.keep(KeepLast(1), LinkTemplate("{name}--{step:09d}"))
     run.save(2)
-    run.keeper.tidy()
+    run.keeper.clean_up()
     assert [name for name in run.links if not (tmp_path / "run" / name).exists()] == []
 
 
@@ -337,15 +337,15 @@ def test_without_links_none_is_made_or_moved(run: Run) -> None:
     run.storage.features.links.remove("latest")
     run.storage.features.links.point("best", folder(1))
     run.storage.features.links.point("mine", folder(7))
-    run.keeper.tidy()
+    run.keeper.clean_up()
     assert run.links == {"best": folder(1)}, "and what would lead nowhere goes"
 
 
-def test_a_storage_without_links_is_tidied_all_the_same() -> None:
+def test_a_storage_without_links_is_cleaned_up_all_the_same() -> None:
     run = Run(MemoryStorage(), KeepLast(1))
     run.save(1)
     run.save(2)
-    run.keeper.tidy()
+    run.keeper.clean_up()
     assert run.steps == [2]
 
 
@@ -375,23 +375,23 @@ def test_a_dry_run_says_what_is_then_done(policy: KeepPolicy) -> None:
     planned = run.keeper.plan()
     assert run.storage._values == before
     assert [decision.step for decision in planned] == [7, 6, 5, 4, 3, 2, 1, 0]
-    done = run.keeper.tidy()
+    done = run.keeper.clean_up()
     assert done == planned
     assert run.steps == [decision.step for decision in planned if decision.keep]
     assert run.names == sorted(folder(decision.step) for decision in planned if decision.keep)
-    assert run.keeper.tidy() == [decision for decision in planned if decision.keep]
+    assert run.keeper.clean_up() == [decision for decision in planned if decision.keep]
 
 
 def test_what_goes_is_told_with_its_size_and_place() -> None:
     run = Run(MemoryStorage(), KeepLast(1))
     first = run.save(1)
     run.save(2)
-    run.keeper.tidy()
+    run.keeper.clean_up()
     (event,) = run.events
     assert (event.kind, event.step, event.rank) == ("pruned", 1, 0)
     assert (event.size_bytes, event.path) == (first.size_bytes, first.path)
     assert event.seconds >= 0
-    run.keeper.tidy()
+    run.keeper.clean_up()
     assert len(run.events) == 1
 
 
@@ -399,7 +399,7 @@ def test_without_a_policy_everything_stays() -> None:
     run = Run(MemoryStorage(), None)
     for step in range(4):
         run.save(step)
-    assert all(decision.reasons == ("everything is kept",) for decision in run.keeper.tidy())
+    assert all(decision.reasons == ("everything is kept",) for decision in run.keeper.clean_up())
     assert run.steps == [3, 2, 1, 0]
 
 
@@ -411,15 +411,15 @@ def test_a_damaged_one_is_kept_aside_and_takes_nobodys_place() -> None:
     damaged = run.catalog.read(folder(2))
     rot(damaged)
     run.keeper.suspect({damaged: "it rots"})
-    decided = run.keeper.tidy()
+    decided = run.keeper.clean_up()
     assert run.steps == [3, 2, 1]
     assert {decision.step: decision.reasons for decision in decided} == {
         3: ("this training continues from it", "the newest", "among the last 2"),
-        2: ("damaged, kept aside: it rots",),
+        2: ("damaged, kept for inspection: it rots",),
         1: ("among the last 2",),
     }
     run.save(4)
-    run.keeper.tidy()
+    run.keeper.clean_up()
     assert run.steps == [4, 3, 2]
 
 
@@ -429,7 +429,7 @@ def test_a_dry_run_knows_what_is_suspected() -> None:
     rot(found[-1])
     run.keeper.suspect({found[-1]: "it rots"})
     planned = run.keeper.plan()
-    assert planned == run.keeper.tidy()
+    assert planned == run.keeper.clean_up()
 
 
 @pytest.mark.guarantee("G4")
@@ -438,7 +438,7 @@ def test_when_none_is_sound_all_stay() -> None:
     found = [run.save(step) for step in (1, 2, 3)]
     rot(*found)
     run.keeper.suspect(dict.fromkeys(found, "it rots"))
-    run.keeper.tidy()
+    run.keeper.clean_up()
     assert run.steps == [3, 2, 1]
 
 
@@ -450,7 +450,7 @@ def test_who_is_not_the_writer_any_more_tidies_nothing() -> None:
     lease = Lease.acquire(run.storage)
     before = dict(run.storage._values)
     with pytest.raises(RunInUseError):
-        run.keeper.tidy()
+        run.keeper.clean_up()
     assert run.storage._values == before
     lease.release()
 
@@ -466,12 +466,12 @@ def test_what_fails_behind_the_training_is_said_and_tried_again(caplog: pytest.L
 
     storage.before, storage.do = f"delete {folder(1)}/rank-00000.safetensors", fail
     with caplog.at_level(logging.WARNING, logger="holdfast"):
-        run.keeper.tidy_behind()
+        run.keeper.clean_up_in_background()
         run.keeper.wait()
-    assert "the run could not be tidied up" in caplog.text
+    assert "cleanup failed and will be retried after the next save" in caplog.text
     assert run.steps == [2]
     assert run.names == [folder(1), folder(2)]
-    run.keeper.tidy_behind()
+    run.keeper.clean_up_in_background()
     run.keeper.close()
     assert run.names == [folder(2)]
 
@@ -549,10 +549,10 @@ def test_notes_go_with_what_they_are_about_also_those_that_came_too_late() -> No
     first, second = run.save(1), run.save(2)
     note_on(run, first, metrics={"loss": 1.0})
     note_on(run, second, metrics={"loss": 2.0})
-    run.keeper.tidy()
+    run.keeper.clean_up()
     note_on(run, first, tag="gold")
     assert len(run.catalog.annotations.names()) == 2
-    run.keeper.tidy()
+    run.keeper.clean_up()
     (left,) = run.catalog.scan().checkpoints
     assert (left.step, left.metrics) == (2, {"loss": 2.0})
     assert [name[: len(second.folder)] for name in run.catalog.annotations.names()] == [second.folder]
@@ -564,7 +564,7 @@ def test_a_note_on_the_one_that_had_the_folder_before_goes_and_its_successors_st
     second = replace(run.save(2), digest=first.digest)  # as if another had been committed there before
     note_on(run, second, tag="stale")
     note_on(run, run.catalog.read(folder(2)), tag="gold")
-    run.keeper.tidy()
+    run.keeper.clean_up()
     assert run.catalog.scan().checkpoints[0].tags == ("gold",)
     assert len(run.catalog.annotations.names()) == 1
 
@@ -579,7 +579,7 @@ def test_a_note_whose_name_is_given_again_is_read_again() -> None:
     note_on(run, first, tag="gold")
     assert run.catalog.annotations.names() == [name]
     assert run.catalog.scan().checkpoints[0].tags == ("gold",)
-    run.keeper.tidy()
+    run.keeper.clean_up()
     assert run.catalog.annotations.names() == [name]
 
 
@@ -595,7 +595,7 @@ def test_a_note_on_what_is_under_way_or_cannot_be_read_stays() -> None:
     run.storage.put(f"notes/{second.folder}--000009.json", b"no note")
     note_on(run, damaged, tag="gold")
     before = run.catalog.annotations.names()
-    run.keeper.tidy()
+    run.keeper.clean_up()
     assert len(before) == 4
     assert run.catalog.annotations.names() == before
 
@@ -611,7 +611,7 @@ class Nth(Meeting):
             self.do()
 
 
-def test_a_note_on_what_is_committed_at_any_moment_of_tidying_stays() -> None:
+def test_a_note_on_what_is_committed_at_any_moment_of_a_cleanup_stays() -> None:
     moment, happened = 0, True
     while happened:
         moment += 1
@@ -621,10 +621,10 @@ def test_a_note_on_what_is_committed_at_any_moment_of_tidying_stays() -> None:
         run.save(2)
         note_on(run, replace(first, digest="0" * 64), tag="stale")
         storage.left, storage.do = moment, lambda run=run: note_on(run, run.save(3), tag="gold")
-        run.keeper.tidy()
+        run.keeper.clean_up()
         happened = storage.left < 0
         if happened:
-            run.keeper.tidy()
+            run.keeper.clean_up()
             assert run.catalog.scan().checkpoints[0].tags == ("gold",), moment
             assert len(run.catalog.annotations.names()) == 1, moment
     assert moment > 8
@@ -634,9 +634,9 @@ def test_what_is_said_of_one_that_was_removed_meanwhile_names_its_step(run: Run)
     run.keep(KeepLast(1))
     first = run.save(1)
     run.save(2)
-    run.keeper.tidy()
+    run.keeper.clean_up()
     with pytest.raises(CheckpointNotFoundError, match="step 1: step-000000001 was removed meanwhile") as caught:
-        run.keeper.note(first, tag="gold")
+        run.keeper.annotate(first, tag="gold")
     assert caught.value.step == 1
     assert run.catalog.annotations.names() == []
 
@@ -671,7 +671,7 @@ def test_a_closed_attempt_is_cleared_and_goes_when_its_writer_is_seen_to_be_dead
     run = Run(MemoryStorage(), None)
     name = attempt(run, 7, who)
     run.save(1)  # who becomes the writer closes what others began
-    run.keeper.tidy()
+    run.keeper.clean_up()
     assert [entry.name for entry in run.storage.entries(name)] == left
     assert run.steps == [1]
 
@@ -681,7 +681,7 @@ def test_a_writer_process_is_dead_only_when_its_trainer_is_too() -> None:
     orphan = attempt(run, 7, GONE, trainer=HERE.process, trainer_birth=HERE.birth)
     lost = attempt(run, 8, GONE, trainer=1, trainer_birth=(birth_of(1) or 0) + 1)
     run.save(1)
-    run.keeper.tidy()
+    run.keeper.clean_up()
     assert run.names == [f"{folder(1)}.2", orphan]
     assert lost not in run.names
 
@@ -690,7 +690,7 @@ def test_an_attempt_of_this_writer_is_left_alone() -> None:
     run = Run(MemoryStorage(), KeepLast(1))
     run.save(1)
     name = attempt(run, 7, GONE, lease=run.saver.lease)
-    run.keeper.tidy()
+    run.keeper.clean_up()
     assert len(run.storage.entries(name)) == 3
 
 
@@ -702,9 +702,9 @@ def test_what_is_being_read_is_not_cleared_by_the_next_writer_either() -> None:
         first.catalog.uncommit(folder(1))  # here the first one died
         second = Run(first.storage, KeepLast(1))
         second.save(2)
-        second.keeper.tidy()
+        second.keeper.clean_up()
         assert "rank-00000.safetensors" in {entry.name for entry in first.storage.entries(folder(1))}
-    second.keeper.tidy()
+    second.keeper.clean_up()
     assert "rank-00000.safetensors" not in {entry.name for entry in first.storage.entries(folder(1))}
 
 
@@ -735,7 +735,7 @@ def prune(storage: Any) -> bool:
     """Whether it came to its end."""
     run = Run(storage, KeepLast(1))
     try:
-        run.keeper.tidy()
+        run.keeper.clean_up()
         return True
     except SimulatedCrash:
         return False
@@ -744,7 +744,7 @@ def prune(storage: Any) -> bool:
 
 
 def wrong_after_a_crash(storage: Any) -> list[str]:
-    """What is wrong with a run whose pruning was cut short, at first, and after the next writer has tidied."""
+    """What is wrong with a run whose pruning was cut short, at first, and after the cleanup of the next writer."""
     wrong = []
     scan = Catalog(storage).scan()
     wrong += [f"{skipped}" for skipped in scan.damaged]
@@ -754,7 +754,7 @@ def wrong_after_a_crash(storage: Any) -> list[str]:
     bury(storage)
     run = Run(storage, KeepLast(1))
     run.save(4)
-    run.keeper.tidy()
+    run.keeper.clean_up()
     run.die()
     if run.steps != [4, 2]:
         wrong.append(f"then there are {run.steps}")

@@ -1051,13 +1051,13 @@ def test_a_reader_that_comes_just_before_or_after_the_end_reads_all_of_it_or_kno
         save(saver, step)
     storage.before, storage.do = operation, come
     keeper = Housekeeper(catalog, keep=KeepLast(1), may_write=saver.hold_run, in_use=lambda: {saver.head})
-    keeper.tidy()
+    keeper.clean_up()
     assert met == [when == "before"]
     assert steps(inner) == [2]
     left = [name for name in names(inner, "step-000000001") if name.endswith(".safetensors")]
     assert bool(left) or when == "after"
     claim.__exit__(None, None, None)
-    keeper.tidy()
+    keeper.clean_up()
     assert names(inner, "step-000000001") == []
 
 

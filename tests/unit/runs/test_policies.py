@@ -153,7 +153,7 @@ def test_when_to_save_and_what_to_keep_are_not_joined(left: Any, right: Any) -> 
 
 
 def test_policies_bring_no_torch_along() -> None:
-    modules = "holdfast.runs.policies, holdfast.runs.retention, holdfast.runs.links"
+    modules = "holdfast.runs.policies, holdfast.runs.retention, holdfast.runs.link_names"
     heavy = "[name for name in ('torch', 'numpy', 'holdfast.runs.catalog') if name in sys.modules]"
     code = f"import sys, {modules}; print({heavy})"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

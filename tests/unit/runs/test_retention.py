@@ -69,9 +69,9 @@ def test_after_a_rollback_the_abandoned_line_goes_and_the_continued_one_stays() 
 @pytest.mark.guarantee("G4")
 def test_a_damaged_one_stays_and_takes_no_place() -> None:
     records = [record(number) for number in range(1, 5)]
-    records[3] = record(4, counts=False, shield="damaged, kept aside")
+    records[3] = record(4, counts=False, shield="damaged, kept for inspection")
     assert lines(records, KeepLast(2)) == [
-        "keep   step-000000400: damaged, kept aside",
+        "keep   step-000000400: damaged, kept for inspection",
         "keep   step-000000300: the newest; among the last 2",
         "keep   step-000000200: among the last 2",
         "delete step-000000100: no policy keeps it",

@@ -25,6 +25,7 @@ from holdfast.ondisk import paths
 from holdfast.ondisk.decoding import encode_record, read_record
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.lease import Heart
+from holdfast.runs.links import point_latest
 from holdfast.runs.run_record import open_run
 from holdfast.saving.commit import commit
 from holdfast.saving.staging.arena import Arena
@@ -214,7 +215,7 @@ class _Writer:
         self._job = None
         # The checkpoint is there: nothing that fails from here on may fail the save.
         if job.facts.links:
-            catalog.point_latest(job.folder)
+            point_latest(catalog.storage, job.folder)
         self._remove(job, [paths.receipt_file(rank) for rank in range(1, job.size)])
         return Committed(
             job.number, checkpoint.digest, checkpoint.size_bytes, checkpoint.sequence, checkpoint.head.segment

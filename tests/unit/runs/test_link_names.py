@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
 from holdfast.ondisk.paths import folder_name, safe_relative
-from holdfast.runs.links import LinkTemplate
+from holdfast.runs.link_names import LinkTemplate
 
 steady = settings(derandomize=True, deadline=None, max_examples=150)
 
