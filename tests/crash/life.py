@@ -34,8 +34,8 @@ from holdfast.errors import (
 from holdfast.manager.manager import CheckpointManager, RestoreResult
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint
-from holdfast.runs.lease import reading
 from holdfast.runs.policies import KeepPolicy
+from holdfast.runs.readers import reading
 from holdfast.testing import SimulatedCrash
 from tests.crash.room import Door, Fault, Process, Room
 
@@ -196,7 +196,7 @@ class Manager(CheckpointManager):
         """A process that is dead leaves no thread and releases nothing."""
         lease, self._saver._leader._lease = self._saver._leader._lease, None
         if lease is not None:
-            lease._heart.stop()
+            lease._heartbeat.stop()
 
 
 @dataclass(eq=False)

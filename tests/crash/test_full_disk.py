@@ -18,7 +18,8 @@ from holdfast import CheckpointManager, KeepLast
 from holdfast.cli import app
 from holdfast.errors import StorageError
 from holdfast.runs.catalog import Catalog
-from holdfast.runs.lease import Heart, Lease
+from holdfast.runs.heartbeat import Heartbeat
+from holdfast.runs.lease import Lease
 from holdfast.storage.local.local import LocalStorage
 
 ROOT = Path(__file__).parents[2]
@@ -88,7 +89,7 @@ def test_a_run_on_a_full_disk_can_be_pruned(disk: Path) -> None:
     run = disk / "run"
     trained(run)
     # As a training of more than a few seconds leaves it.
-    Heart.of_lease(LocalStorage(run), 1).beat()
+    Heartbeat.of_lease(LocalStorage(run), 1).beat()
     fill(disk)
     done = CliRunner().invoke(app, ["prune", str(run), "--keep-last", "1", "--yes"])
     assert done.exit_code == 0, done.output
@@ -134,7 +135,7 @@ def test_a_process_that_lives_gives_heartbeats_on_a_full_disk(disk: Path) -> Non
     lease = Lease.acquire(storage)
     fill(disk)
     before = {entry.name for entry in storage.entries("lease")}
-    assert Heart.of_lease(storage, lease.number, token=lease.token).beat()
+    assert Heartbeat.of_lease(storage, lease.number, token=lease.token).beat()
     assert {entry.name for entry in storage.entries("lease")} - before
     (disk / "filling").unlink()
     lease.release()

@@ -21,7 +21,7 @@ from hypothesis.stateful import run_state_machine_as_test
 import holdfast
 from holdfast.errors import HoldfastError, RunInUseError, StorageError
 from holdfast.ondisk import paths
-from holdfast.runs import cleanup, lease, retention
+from holdfast.runs import cleanup, lease, readers, retention
 from holdfast.runs.annotations import Annotations
 from holdfast.runs.attempts import Attempts
 from holdfast.runs.catalog import Catalog
@@ -396,7 +396,7 @@ def test_retention_that_may_remove_the_newest_is_noticed(monkeypatch: pytest.Mon
 
 @pytest.mark.guarantee("G4")
 def test_a_housekeeper_that_does_not_look_for_readers_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease.Readers, "folders", lambda self: set())
+    monkeypatch.setattr(readers.Readers, "folders", lambda self: set())
     noticed("G4")
 
 

@@ -720,7 +720,7 @@ def decisions_on_all_ranks(rank: int, folder: Path) -> Any:
 
 @contextmanager
 def holding(run: Path, folder: str, rank: int) -> Iterator[None]:
-    from holdfast.runs.lease import reading
+    from holdfast.runs.readers import reading
 
     if rank == 0:
         with reading(LocalStorage(run), folder):

@@ -23,7 +23,9 @@ from holdfast.errors import DamagedRecordError, RunInUseError
 from holdfast.ondisk.decoding import MAX_RECORD_BYTES, MAX_RECORD_DEPTH, decode_record, encode_record
 from holdfast.runs.annotations import Note
 from holdfast.runs.attempts import MAX_LEASE_NUMBER, MAX_PLAUSIBLE_LEASE_NUMBER, AttemptRecord
-from holdfast.runs.lease import Claim, Clock, Lease, claim_names
+from holdfast.runs.claims import Claim, claim_names
+from holdfast.runs.clock import Clock
+from holdfast.runs.lease import Lease
 from holdfast.runs.process_identity import Identity, this_process
 from holdfast.storage.local.local import LocalStorage
 from holdfast.testing import HostileRun, hostile_runs

@@ -34,7 +34,8 @@ import msgspec
 from holdfast.runs.catalog import Catalog
 from holdfast.errors import HoldfastError
 from holdfast.runs.process_identity import Identity, is_alive, this_process
-from holdfast.runs.lease import Clock, Lease
+from holdfast.runs.clock import Clock
+from holdfast.runs.lease import Lease
 from holdfast.storage.local.local import LocalStorage
 
 def become_nobody():

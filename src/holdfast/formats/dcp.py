@@ -89,9 +89,10 @@ from holdfast.ondisk.regions import Box, cover_exactly
 from holdfast.ondisk.safetensors import FramedChunk, frame
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint
-from holdfast.runs.lease import Lease, reading
+from holdfast.runs.lease import Lease
 from holdfast.runs.lineage import Lineage, ancestry, draw_segment
 from holdfast.runs.links import point_latest
+from holdfast.runs.readers import reading
 from holdfast.runs.report import Problem
 from holdfast.runs.run_record import open_run
 from holdfast.runs.selector import Selector

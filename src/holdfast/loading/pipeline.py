@@ -40,8 +40,8 @@ from holdfast.ondisk.manifest import TreeRecord
 from holdfast.ranks.base import Ranks, on_leader, together
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint, Skipped
-from holdfast.runs.lease import reading
 from holdfast.runs.progress import Progress
+from holdfast.runs.readers import reading
 from holdfast.runs.report import Problem
 from holdfast.runs.selector import Selector
 from holdfast.state.frozen import frozen_guards, take_frozen

@@ -12,10 +12,12 @@ from holdfast.runs import doctor
 from holdfast.runs import verify as verifying
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint
+from holdfast.runs.claims import Claim
 from holdfast.runs.cleanup import Housekeeper
 from holdfast.runs.doctor import Finding
-from holdfast.runs.lease import Claim, Lease, holder, reading
+from holdfast.runs.lease import Lease, holder
 from holdfast.runs.policies import KeepPolicy
+from holdfast.runs.readers import reading
 from holdfast.runs.report import Report
 from holdfast.runs.retention import Decision
 from holdfast.runs.selector import Selector

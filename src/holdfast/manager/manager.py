@@ -45,11 +45,11 @@ from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.cleanup import Housekeeper
 from holdfast.runs.events import Event
-from holdfast.runs.lease import reading
 from holdfast.runs.lineage import Lineage
 from holdfast.runs.link_names import LinkTemplate
 from holdfast.runs.orphans import wait_for_survivors
 from holdfast.runs.policies import KeepPolicy, Trigger
+from holdfast.runs.readers import reading
 from holdfast.runs.retention import Decision
 from holdfast.runs.selection import choose_own
 from holdfast.runs.selector import Selector, check_tag, parse_selector

@@ -17,9 +17,11 @@ from holdfast.runs.annotations import parse_note_name
 from holdfast.runs.attempts import MAX_PLAUSIBLE_LEASE_NUMBER, AttemptRecord
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint, Scan
+from holdfast.runs.claims import claim_names, foreign_claims, read_claim
 from holdfast.runs.cleanup import Housekeeper
-from holdfast.runs.lease import Lease, claim_names, foreign_claims, read_claim, reader_claims, require_free
+from holdfast.runs.lease import Lease, require_free
 from holdfast.runs.process_identity import is_alive
+from holdfast.runs.readers import reader_claims
 from holdfast.runs.run_record import open_run, read_run_id
 from holdfast.storage.base import features_of
 from holdfast.storage.displacing import obstruction_of, remove_or_set_aside, set_aside

@@ -31,8 +31,8 @@ from holdfast.ondisk.files import PlainFile
 from holdfast.ranks.base import Ranks, on_leader
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint
+from holdfast.runs.claims import has_claim
 from holdfast.runs.events import Event
-from holdfast.runs.lease import has_claim
 from holdfast.runs.lineage import Lineage, ancestry, draw_segment
 from holdfast.runs.links import point_latest
 from holdfast.runs.progress import Progress

@@ -23,7 +23,7 @@ from holdfast.cli import app
 from holdfast.cli.output import size_text
 from holdfast.ondisk.manifest import decode_manifest, encode_manifest
 from holdfast.runs.catalog import Catalog
-from holdfast.runs.lease import reading
+from holdfast.runs.readers import reading
 from holdfast.storage.local.local import LocalStorage
 
 pytestmark = pytest.mark.slow
@@ -551,7 +551,7 @@ def test_waiting_for_a_training_on_another_machine_is_said_and_its_name_cannot_h
     (run / "lease" / "000000099.json").write_text(json.dumps(claim))
     result = process("prune", run, "--keep-last", 1, "--yes")
     assert (result.returncode, steps(run)) == (0, [50])
-    assert re.fullmatch(r"note: process 1 on .*pwned.* waiting up to 0.2 s for a sign of it\n", result.stderr)
+    assert re.fullmatch(r"note: process 1 on .*pwned.* waiting up to 0.2 s for a heartbeat of it\n", result.stderr)
     assert all(letter.isprintable() for letter in result.stderr.removesuffix("\n"))
 
 

@@ -17,7 +17,8 @@ from msgspec import structs
 import holdfast
 from holdfast.ondisk.decoding import encode_record
 from holdfast.runs.catalog import Catalog
-from holdfast.runs.lease import Claim, Lease
+from holdfast.runs.claims import Claim
+from holdfast.runs.lease import Lease
 from holdfast.runs.process_identity import this_process
 from holdfast.storage.local.local import LocalStorage
 

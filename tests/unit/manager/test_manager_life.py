@@ -28,7 +28,7 @@ from holdfast.errors import (
     StorageError,
     UsageError,
 )
-from holdfast.runs.lease import reading
+from holdfast.runs.readers import reading
 from holdfast.storage.local.local import LocalStorage
 from holdfast.testing import FullStorage, MemoryStorage, SlowStorage
 from tests.distributed.test_failures import FailingStorage

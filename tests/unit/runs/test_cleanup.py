@@ -24,10 +24,11 @@ from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.cleanup import Housekeeper
 from holdfast.runs.events import Event
-from holdfast.runs.lease import Lease, reading
+from holdfast.runs.lease import Lease
 from holdfast.runs.link_names import LinkTemplate
 from holdfast.runs.policies import KeepAll, KeepBest, KeepEvery, KeepLast, KeepPolicy, KeepTagged
 from holdfast.runs.process_identity import Identity, birth_of, this_process
+from holdfast.runs.readers import reading
 from holdfast.runs.verify import verify
 from holdfast.saving.coordinator import SaveRequest
 from holdfast.saving.pipeline import Saver
@@ -81,7 +82,7 @@ class Run:
         """As a process does: without a word."""
         lease = self.saver._leader._lease
         if lease is not None:
-            lease._heart.stop()
+            lease._heartbeat.stop()
 
     @property
     def steps(self) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import StorageError
-from holdfast.runs.lease import Heart
+from holdfast.runs.heartbeat import Heartbeat
 from holdfast.testing import MemoryStorage
 
 
@@ -37,7 +37,7 @@ class FailingBeats(MemoryStorage):
 def test_a_heartbeat_goes_on_after_an_error_of_any_type(error: Any, caplog: pytest.LogCaptureFixture) -> None:
     storage = FailingBeats(error)
     storage.put("lease/000000001.json", b"{}")
-    heart = Heart.of_lease(storage, 1, 0.06)
+    heart = Heartbeat.of_lease(storage, 1, 0.06)
     heart.start()
     assert storage.failed.wait(30)
     storage.error = None

@@ -25,20 +25,15 @@ from holdfast.ondisk.paths import Floor
 from holdfast.ranks.single import Alone
 from holdfast.runs.attempts import MAX_LEASE_NUMBER
 from holdfast.runs.catalog import Catalog
+from holdfast.runs.claims import LONGEST_TIMEOUT_SECONDS, read_claim
 from holdfast.runs.cleanup import Housekeeper
-from holdfast.runs.lease import (
-    LONGEST_TIMEOUT_SECONDS,
-    Clock,
-    Heart,
-    Lease,
-    Readers,
-    read_claim,
-    reading,
-    require_number,
-)
+from holdfast.runs.clock import Clock
+from holdfast.runs.heartbeat import Heartbeat
+from holdfast.runs.lease import Lease, require_number
 from holdfast.runs.orphans import wait_for_survivors
 from holdfast.runs.policies import KeepLast
 from holdfast.runs.process_identity import Identity, birth_of, is_alive, this_process
+from holdfast.runs.readers import Readers, reading
 from holdfast.runs.selector import Selector
 from holdfast.saving.coordinator import SaveRequest
 from holdfast.saving.pipeline import Saver
@@ -152,7 +147,7 @@ def test_a_process_elsewhere_that_gives_a_sign_is_not(storage: Any) -> None:
 
     def beat_once(now: float) -> None:
         if now > 50.0 and "000000001.beat-000000001" not in names(storage):
-            lease._heart.beat()
+            lease._heartbeat.beat()
 
     time = Time(beat_once)
     with pytest.raises(RunInUseError) as caught:
@@ -163,7 +158,7 @@ def test_a_process_elsewhere_that_gives_a_sign_is_not(storage: Any) -> None:
 
 
 def test_a_sign_from_before_is_none(storage: Any) -> None:
-    acquire(storage, far())._heart.beat()
+    acquire(storage, far())._heartbeat.beat()
     assert acquire(storage).number == 2
 
 
@@ -276,7 +271,7 @@ def test_who_could_not_become_the_writer_is_in_nobodys_way() -> None:
 def test_what_earlier_holders_left_does_not_pile_up(storage: Any) -> None:
     for _ in range(10):
         lease = acquire(storage, GONE)
-        lease._heart.beat()
+        lease._heartbeat.beat()
     assert len(names(storage)) <= 3
     for _ in range(10):
         acquire(storage).release()
@@ -312,7 +307,7 @@ def test_a_claim_that_cannot_be_decoded_is_watched_for_a_bounded_time_and_then_f
 @pytest.mark.guarantee("G13")
 def test_a_holder_whose_claim_is_damaged_keeps_the_run_while_it_gives_signs(storage: Any) -> None:
     storage.put("lease/000000001.json", b"what is this")
-    time = Time(lambda now: Heart.of_lease(storage, 1).beat() and None)
+    time = Time(lambda now: Heartbeat.of_lease(storage, 1).beat() and None)
     with pytest.raises(RunInUseError, match=r"whose claim lease/000000001\.json cannot be read"):
         acquire(storage, time=time)
     assert time.now < 60.0
@@ -367,7 +362,7 @@ def test_what_takes_the_place_of_a_claim_and_is_no_file_is_passed_by(tmp_path: P
 def test_a_beat_that_is_no_count_neither_stops_anybody_nor_hides_a_sign(storage: Any, name: str) -> None:
     lease = acquire(storage, far())
     storage.put(f"lease/000000001.beat-{name}", b"\xff")
-    time = Time(lambda now: lease._heart.beat() and None)
+    time = Time(lambda now: lease._heartbeat.beat() and None)
     with pytest.raises(RunInUseError, match="far-1"):
         acquire(storage, time=time)
 
@@ -396,8 +391,8 @@ class Unreadable(_Wrapper):
 def test_a_run_that_is_held_names_the_holder_the_age_of_its_heartbeat_and_the_command(storage: Any) -> None:
     door = Unreadable(storage)
     lease = acquire(door, far())
-    lease._heart.beat()
-    held = Time(lambda now: lease._heart.beat() and None)
+    lease._heartbeat.beat()
+    held = Time(lambda now: lease._heartbeat.beat() and None)
     with pytest.raises(RunInUseError, match=r"process 1 on far-1, since \S+, holds .*heartbeat was 0 s ago.*--force`"):
         acquire(door, time=held)
     door.unread = ".json"
@@ -443,7 +438,7 @@ def test_a_number_is_not_given_while_the_record_of_an_attempt_cannot_be_read(sto
     with pytest.raises(StorageError, match="no such access now"):
         acquire(door)
     with pytest.raises(StorageError, match="no such access now"):
-        Lease(door, 5, "token", Floor(), holder._heart).is_lost()
+        Lease(door, 5, "token", Floor(), holder._heartbeat).is_lost()
     assert names(storage) == []
     door.unread = ""
     assert acquire(door).number == holder.number + 1
@@ -484,7 +479,7 @@ def test_whose_claim_was_deleted_may_not_commit_any_more_even_if_the_numbers_beg
         first.require()
     with pytest.raises(RunInUseError, match="has taken this run over"):
         first.is_lost()
-    assert first._heart.beat() is False, "a sign of life for the claim of another"
+    assert first._heartbeat.beat() is False, "a sign of life for the claim of another"
     first.release()
     second.require()
     assert not any("released" in name for name in names(storage))
@@ -773,7 +768,7 @@ def test_a_forked_child_releases_nothing_and_is_another_process(tmp_path: Path) 
 
 
 def test_a_heart_adds_a_beat_and_takes_the_last_one_away(storage: Any) -> None:
-    heart = acquire(storage)._heart
+    heart = acquire(storage)._heartbeat
     assert [heart.beat(), heart.beat(), heart.beat()] == [True, True, True]
     assert names(storage) == ["000000001.beat-000000003", "000000001.json"]
     said = storage.read("lease/000000001.beat-000000003", 100).decode().strip()
@@ -782,26 +777,26 @@ def test_a_heart_adds_a_beat_and_takes_the_last_one_away(storage: Any) -> None:
 
 def test_two_who_speak_for_one_claim_do_not_disturb_each_other(storage: Any) -> None:
     acquire(storage)
-    hearts = [Heart.of_lease(storage, 1), Heart.of_lease(storage, 1)]
+    hearts = [Heartbeat.of_lease(storage, 1), Heartbeat.of_lease(storage, 1)]
     for _ in range(5):
         assert all(heart.beat() for heart in hearts)
     assert names(storage) == ["000000001.beat-000000010", "000000001.json"]
 
 
 def test_a_heart_stops_when_the_claim_is_overtaken_or_gone(storage: Any) -> None:
-    heart = acquire(storage, GONE)._heart
+    heart = acquire(storage, GONE)._heartbeat
     acquire(storage)
     before = names(storage)
     assert heart.beat() is False
     assert names(storage) == before
-    assert Heart.of_lease(storage, 9).beat() is False
+    assert Heartbeat.of_lease(storage, 9).beat() is False
 
 
 def test_a_heart_beats_while_it_lives_and_only_if_it_should(storage: Any) -> None:
     acquire(storage)
     may, beaten = threading.Event(), threading.Event()
 
-    class Watched(Heart):
+    class Watched(Heartbeat):
         def beat(self) -> bool:
             beaten.set()
             return super().beat()
@@ -818,7 +813,7 @@ def test_a_heart_survives_a_storage_that_fails_for_a_while(storage: Any, caplog:
     acquire(storage)
     beaten, failures = threading.Event(), itertools.count()
 
-    class Stumbling(Heart):
+    class Stumbling(Heartbeat):
         def beat(self) -> bool:
             if next(failures) < 3:
                 raise StorageError("the disk has a bad day")
@@ -830,7 +825,7 @@ def test_a_heart_survives_a_storage_that_fails_for_a_while(storage: Any, caplog:
         heart.start()
         assert beaten.wait(60)
         heart.stop()
-    assert caplog.text.count("no sign of life") == 1
+    assert caplog.text.count("a heartbeat could not be written") == 1
 
 
 # The number fences
@@ -1005,7 +1000,7 @@ def test_a_reader_elsewhere_counts_until_it_was_silent_for_as_long_as_it_said(st
     name = claim_of(storage, "step-000000001", far(), 30.0)
     time = Time()
     readers = Readers(storage, time.clock)
-    heart = Heart(storage, "readers", name, 5.0)
+    heart = Heartbeat(storage, "readers", name, 5.0)
     for now, beats, lives in [(0, 0, True), (29, 0, True), (29.5, 1, True), (59, 0, True), (60, 0, False)]:
         time.now = now
         for _ in range(beats):

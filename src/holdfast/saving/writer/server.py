@@ -24,7 +24,7 @@ from holdfast.errors import (
 from holdfast.ondisk import paths
 from holdfast.ondisk.decoding import encode_record, read_record
 from holdfast.runs.catalog import Catalog
-from holdfast.runs.lease import Heart
+from holdfast.runs.heartbeat import Heartbeat
 from holdfast.runs.links import point_latest
 from holdfast.runs.run_record import open_run
 from holdfast.saving.commit import commit
@@ -91,7 +91,7 @@ class _Writer:
         # From here on somebody may count on this save's files: a manifest that names them, or a leader's writer that
         # has seen this rank's receipt. What fails now must not remove them.
         self._sealed = False
-        self._heart: Heart | None = None
+        self._heart: Heartbeat | None = None
 
     def run(self) -> None:
         try:
@@ -181,7 +181,7 @@ class _Writer:
         number = job.facts.lease if job.facts is not None else 0
         if number and self._heart is None:
             token = job.facts.lease_token if job.facts is not None else ""
-            self._heart = Heart.of_lease(self._catalog(job).storage, number, only_if=self._gone, token=token)
+            self._heart = Heartbeat.of_lease(self._catalog(job).storage, number, only_if=self._gone, token=token)
             self._heart.start()
         return number
 
