@@ -28,7 +28,7 @@ BY_LEADER = "the leader's word: Every(minutes=...), OnSignal(...)"
 NEVER = 10**9
 
 
-def triggers() -> dict[str, holdfast.runs.policies.Trigger]:
+def triggers() -> dict[str, holdfast.manager.triggers.Trigger]:
     """None of them fires here."""
     return {
         BY_STEP: holdfast.Every(steps=NEVER),

@@ -11,8 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
-from holdfast.runs.policies import KeepBest, KeepEvery, KeepLast, KeepPolicy, KeepTagged, Record
-from holdfast.runs.retention import retain
+from holdfast.runs.retention import KeepBest, KeepEvery, KeepLast, KeepPolicy, KeepTagged, Record, retain
 from measure import arguments, bars_table, median, show, span, under, write_results
 
 RECORDS = 100_000

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     )
     from holdfast.manager.manager import CheckpointManager, RestoreResult
     from holdfast.manager.results import SaveHandle
+    from holdfast.manager.triggers import At, Every, OnLastStep, OnSignal, TimeLimit
     from holdfast.ondisk.codec.registry import register_type
     from holdfast.plugins.config import CheckpointConfig
     from holdfast.plugins.contexts import LoadContext, SaveContext
@@ -55,20 +56,8 @@ if TYPE_CHECKING:
     from holdfast.runs.doctor import Finding
     from holdfast.runs.events import Event
     from holdfast.runs.link_names import LinkTemplate
-    from holdfast.runs.policies import (
-        At,
-        Every,
-        KeepAll,
-        KeepBest,
-        KeepEvery,
-        KeepLast,
-        KeepTagged,
-        OnLastStep,
-        OnSignal,
-        TimeLimit,
-    )
     from holdfast.runs.report import Report
-    from holdfast.runs.retention import Decision
+    from holdfast.runs.retention import Decision, KeepAll, KeepBest, KeepEvery, KeepLast, KeepTagged
     from holdfast.state.wrappers import PerRank, RNGState, Sharded, Shared, Trainable, get_rng_state, set_rng_state
 
 _HOME = {
@@ -87,21 +76,8 @@ _HOME = {
     "create_checkpoint_manager": "plugins.protocol",
     "LinkTemplate": "runs.link_names",
     "Decision": "runs.retention",
-    **dict.fromkeys(
-        (
-            "At",
-            "Every",
-            "KeepAll",
-            "KeepBest",
-            "KeepEvery",
-            "KeepLast",
-            "KeepTagged",
-            "OnLastStep",
-            "OnSignal",
-            "TimeLimit",
-        ),
-        "runs.policies",
-    ),
+    **dict.fromkeys(("At", "Every", "OnLastStep", "OnSignal", "TimeLimit"), "manager.triggers"),
+    **dict.fromkeys(("KeepAll", "KeepBest", "KeepEvery", "KeepLast", "KeepTagged"), "runs.retention"),
     "register_type": "ondisk.codec",
     "Checkpoint": "runs.checkpoint",
     "PerRank": "state.wrappers",

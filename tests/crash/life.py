@@ -34,8 +34,8 @@ from holdfast.errors import (
 from holdfast.manager.manager import CheckpointManager, RestoreResult
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint
-from holdfast.runs.policies import KeepPolicy
 from holdfast.runs.readers import reading
+from holdfast.runs.retention import KeepPolicy
 from holdfast.testing import SimulatedCrash
 from tests.crash.room import Door, Fault, Process, Room
 

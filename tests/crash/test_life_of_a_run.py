@@ -25,7 +25,7 @@ from holdfast.runs import cleanup, lease, readers, retention
 from holdfast.runs.annotations import Annotations
 from holdfast.runs.attempts import Attempts
 from holdfast.runs.catalog import Catalog
-from holdfast.runs.policies import Record
+from holdfast.runs.retention import Record
 from holdfast.saving import commit, coordinator
 from holdfast.saving.coordinator import Leader
 from holdfast.testing import MemoryStorage, SimulatedCrash

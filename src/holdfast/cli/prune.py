@@ -22,8 +22,7 @@ from holdfast.manager import functions
 from holdfast.ondisk import paths
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Scan
-from holdfast.runs.policies import KeepBest, KeepEvery, KeepLast, KeepPolicy, KeepTagged
-from holdfast.runs.retention import Decision
+from holdfast.runs.retention import Decision, KeepBest, KeepEvery, KeepLast, KeepPolicy, KeepTagged
 from holdfast.runs.selection import not_found
 from holdfast.runs.selector import Selector
 from holdfast.storage.base import Storage

@@ -16,10 +16,9 @@ from holdfast.runs.claims import Claim
 from holdfast.runs.cleanup import Housekeeper
 from holdfast.runs.doctor import Finding
 from holdfast.runs.lease import Lease, holder
-from holdfast.runs.policies import KeepPolicy
 from holdfast.runs.readers import reading
 from holdfast.runs.report import Report
-from holdfast.runs.retention import Decision
+from holdfast.runs.retention import Decision, KeepPolicy
 from holdfast.runs.selector import Selector
 
 

@@ -38,6 +38,7 @@ from holdfast.manager.arguments import (
 from holdfast.manager.reports import Reports
 from holdfast.manager.results import SaveHandle
 from holdfast.manager.schedule import Pace
+from holdfast.manager.triggers import Trigger
 from holdfast.ondisk.paths import check_component_name, check_step
 from holdfast.ranks.base import on_leader
 from holdfast.ranks.store import torch_ranks
@@ -48,9 +49,8 @@ from holdfast.runs.events import Event
 from holdfast.runs.lineage import Lineage
 from holdfast.runs.link_names import LinkTemplate
 from holdfast.runs.orphans import wait_for_survivors
-from holdfast.runs.policies import KeepPolicy, Trigger
 from holdfast.runs.readers import reading
-from holdfast.runs.retention import Decision
+from holdfast.runs.retention import Decision, KeepPolicy
 from holdfast.runs.selection import choose_own
 from holdfast.runs.selector import Selector, check_tag, parse_selector
 from holdfast.saving.background import PendingSave

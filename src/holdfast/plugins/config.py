@@ -20,21 +20,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
 from holdfast.errors import KeyMissingError, StorageError, UsageError
+from holdfast.manager.triggers import At, Every, OnLastStep, OnSignal, TimeLimit, Trigger
 from holdfast.runs.link_names import LinkTemplate
-from holdfast.runs.policies import (
-    At,
-    Every,
-    KeepAll,
-    KeepBest,
-    KeepEvery,
-    KeepLast,
-    KeepPolicy,
-    KeepTagged,
-    OnLastStep,
-    OnSignal,
-    TimeLimit,
-    Trigger,
-)
+from holdfast.runs.retention import KeepAll, KeepBest, KeepEvery, KeepLast, KeepPolicy, KeepTagged
 
 __all__ = ["CheckpointConfig", "is_dotted_name", "nearest", "shown"]
 

@@ -25,10 +25,9 @@ from holdfast.runs.events import Event
 from holdfast.runs.lineage import ancestry, start_of
 from holdfast.runs.link_names import LinkTemplate
 from holdfast.runs.links import Links
-from holdfast.runs.policies import KeepPolicy, Record
 from holdfast.runs.process_identity import Identity, is_alive
 from holdfast.runs.readers import Readers
-from holdfast.runs.retention import Decision, retain
+from holdfast.runs.retention import Decision, KeepPolicy, Record, retain
 from holdfast.runs.verify import verify
 from holdfast.runs.worker import WorkerThread
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast import CheckpointConfig, LoadStrategy, TimeLimit
 from holdfast.errors import StateMismatchError, UsageError
-from holdfast.runs.policies import Trigger, Wish
+from holdfast.manager.triggers import Trigger, Wish
 
 
 def model(seed: int = 1) -> torch.nn.Module:

@@ -14,10 +14,10 @@ import pytest
 
 from holdfast.errors import RankError, UsageError
 from holdfast.manager.schedule import Pace, Time
+from holdfast.manager.triggers import At, Every, Moment, OnLastStep, OnSignal, TimeLimit, Trigger, Wish
 from holdfast.ranks.base import Ranks
 from holdfast.ranks.single import Alone
 from holdfast.ranks.store import StoreRanks
-from holdfast.runs.policies import At, Every, Moment, OnLastStep, OnSignal, TimeLimit, Trigger, Wish
 from holdfast.testing import simulate_ranks
 
 SIZES = (1, 2, 3)

@@ -15,21 +15,11 @@ import pytest
 import holdfast
 from holdfast.errors import KeyMissingError
 from holdfast.loading.pipeline import Verify
+from holdfast.manager.triggers import At, Every, OnLastStep, OnSignal, TimeLimit
 from holdfast.plugins import config as configuration
 from holdfast.plugins.config import CheckpointConfig
 from holdfast.runs.link_names import LinkTemplate
-from holdfast.runs.policies import (
-    At,
-    Every,
-    KeepAll,
-    KeepBest,
-    KeepEvery,
-    KeepLast,
-    KeepTagged,
-    OnLastStep,
-    OnSignal,
-    TimeLimit,
-)
+from holdfast.runs.retention import KeepAll, KeepBest, KeepEvery, KeepLast, KeepTagged
 from holdfast.saving.plan import Replicas
 from holdfast.saving.stage import ChosenMode
 

@@ -17,11 +17,12 @@ import torch
 from torch import nn
 
 import holdfast
+from holdfast.manager.triggers import Every
 from holdfast.plugins.class_loading import check_class
 from holdfast.plugins.config import CheckpointConfig
 from holdfast.plugins.contexts import LoadContext, SaveContext
 from holdfast.plugins.protocol import CALLS, CheckpointManagerProtocol, HoldfastManager, create_checkpoint_manager
-from holdfast.runs.policies import Every, KeepLast
+from holdfast.runs.retention import KeepLast
 from holdfast.testing import FullStorage, MemoryStorage, SlowStorage
 
 METHODS = ("save", "load", "should_save", "should_load", "load_weights", "read_config")

@@ -26,9 +26,9 @@ from holdfast.runs.cleanup import Housekeeper
 from holdfast.runs.events import Event
 from holdfast.runs.lease import Lease
 from holdfast.runs.link_names import LinkTemplate
-from holdfast.runs.policies import KeepAll, KeepBest, KeepEvery, KeepLast, KeepPolicy, KeepTagged
 from holdfast.runs.process_identity import Identity, birth_of, this_process
 from holdfast.runs.readers import reading
+from holdfast.runs.retention import KeepAll, KeepBest, KeepEvery, KeepLast, KeepPolicy, KeepTagged
 from holdfast.runs.verify import verify
 from holdfast.saving.coordinator import SaveRequest
 from holdfast.saving.pipeline import Saver

@@ -31,9 +31,9 @@ from holdfast.runs.clock import Clock
 from holdfast.runs.heartbeat import Heartbeat
 from holdfast.runs.lease import Lease, require_number
 from holdfast.runs.orphans import wait_for_survivors
-from holdfast.runs.policies import KeepLast
 from holdfast.runs.process_identity import Identity, birth_of, is_alive, this_process
 from holdfast.runs.readers import Readers, reading
+from holdfast.runs.retention import KeepLast
 from holdfast.runs.selector import Selector
 from holdfast.saving.coordinator import SaveRequest
 from holdfast.saving.pipeline import Saver

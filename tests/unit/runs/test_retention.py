@@ -10,8 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.runs.policies import KeepAll, KeepBest, KeepEvery, KeepLast, KeepPolicy, KeepTagged, Record
-from holdfast.runs.retention import Decision, retain
+from holdfast.runs.retention import (
+    Decision,
+    KeepAll,
+    KeepBest,
+    KeepEvery,
+    KeepLast,
+    KeepPolicy,
+    KeepTagged,
+    Record,
+    retain,
+)
 
 steady = settings(derandomize=True, deadline=None, max_examples=100)
 
