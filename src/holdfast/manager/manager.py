@@ -48,7 +48,7 @@ from holdfast.runs.cleanup import Housekeeper
 from holdfast.runs.events import Event
 from holdfast.runs.lineage import Lineage
 from holdfast.runs.link_names import LinkTemplate
-from holdfast.runs.orphans import wait_for_survivors
+from holdfast.runs.orphans import wait_for_orphans
 from holdfast.runs.readers import reading
 from holdfast.runs.retention import Decision, KeepPolicy
 from holdfast.runs.selection import choose_own
@@ -548,7 +548,7 @@ class CheckpointManager:
     def _wait_for_survivors(self) -> None:
         self._saver.finish_other_saves()
         # Half of the time that the others wait for the leader's word.
-        wait_for_survivors(self._catalog, self._timeout_seconds / 2)
+        wait_for_orphans(self._catalog, self._timeout_seconds / 2)
 
     def checkpoints(self) -> list[Checkpoint]:
         """The run's committed checkpoints, the latest first."""

@@ -17,7 +17,6 @@ from holdfast.manager.signals import SignalWatch
 from holdfast.manager.triggers import Moment, Trigger, Wish, split
 from holdfast.ondisk.decoding import from_msgpack
 from holdfast.ranks.base import Ranks
-from holdfast.runs.policies import split
 from holdfast.runs.process_identity import seconds_since_birth
 
 logger = logging.getLogger("holdfast")

@@ -50,7 +50,7 @@ JOB_END_VARIABLE = "SLURM_JOB_END_TIME"
 
 Duration = str | int | float | timedelta
 
-_CAUGHT_BY_NOBODY = ("SIGKILL", "SIGSTOP")
+_UNCATCHABLE = ("SIGKILL", "SIGSTOP")
 _USUAL_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
 _CLOCK = re.compile(r"(?:([0-9]{1,6})[-:])?([0-9]{1,9}):([0-5][0-9]):([0-5][0-9])", re.ASCII)
 _UNITS = re.compile(
@@ -317,7 +317,7 @@ def _any_of(parts: Sequence[Trigger]) -> Trigger:
 
 def _signal_name(given: object) -> str:
     name = given.name if isinstance(given, signal.Signals) else _known_signal(given)
-    if name in _CAUGHT_BY_NOBODY:
+    if name in _UNCATCHABLE:
         raise UsageError(f"{name} ends or stops a process without asking it", advice="use a signal such as SIGTERM")
     return name
 
@@ -328,7 +328,7 @@ def _known_signal(given: object) -> str:
         # An alias has the name of the signal that it stands for.
         return signal.Signals[f"SIG{short}"].name
     # Without the prefix that all names share: with it, every name is similar to every other.
-    others = [name.removeprefix("SIG") for name in signal.Signals.__members__ if name not in _CAUGHT_BY_NOBODY]
+    others = [name.removeprefix("SIG") for name in signal.Signals.__members__ if name not in _UNCATCHABLE]
     similar = [f"SIG{other}" for other in nearest(short, others, count=3)] or _USUAL_SIGNALS
     raise UsageError(f"{shown(given)} is no signal", advice=f"use a name such as {', '.join(similar)}")
 

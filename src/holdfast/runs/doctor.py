@@ -1,4 +1,4 @@
-"""Examine the records of a run, and mend what is safe to mend. A catalog enters, findings leave. Knows no torch.
+"""Examine the records of a run, and repair what is safe to repair. A catalog enters, findings leave. Knows no torch.
 
 No checkpoint is ever changed or removed here, and no checkpoint's files are read but its manifest: `verify` does that.
 """
@@ -39,8 +39,8 @@ _RANK_FILE = re.compile(r"rank-([0-9]{5})\.", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is not as it should be. `damage`: bytes are wrong, and not only left over. `mendable`: `mend` sets
-    it right; otherwise `remedy` says what a person can do. `mended`: that was done."""
+    """One problem of a run. `damage`: bytes are wrong, and not only left over. `mendable`: `mend` repairs it; otherwise
+    `remedy` states what a person can do. `mended`: it was repaired."""
 
     kind: Kind
     path: str
@@ -67,18 +67,17 @@ def examine(catalog: Catalog) -> list[Finding]:
 
 
 def mend(catalog: Catalog) -> list[Finding]:
-    """Mend what is safe to mend and return every finding, those that are gone marked as `mended`.
+    """Repair what is safe to repair and return every finding, those that are gone marked as `mended`.
 
-    A `RunInUseError` while a process that lives writes to the run: its records are its own.
+    Raise a `RunInUseError` while a live process writes to the run.
     """
     before = examine(catalog)
     _remove_obstacles(catalog, before)
     lease = Lease.acquire(catalog.storage, from_this_process=False, close_attempts=catalog.attempts.close_older)
     try:
         _mend_run(catalog, before)
-        # It removes the bytes of attempts that can never be committed, marks of readers that are gone, and notes on
-        # checkpoints that are.
-        # While the notes cannot be listed it could not tell what was noted on what.
+        # It removes the bytes of attempts that can never be committed, claims of readers that are gone, and notes on
+        # checkpoints that are gone. While the notes cannot be listed, their checkpoints are unknown.
         if obstruction_of(catalog.storage, paths.NOTES) is None:
             Housekeeper(catalog, keep=None, links=False, may_write=lease.require).clear_debris()
         _mend_links(catalog, before)
@@ -132,7 +131,7 @@ def _lease(catalog: Catalog) -> Iterator[Finding]:
         try:
             read_claim(catalog.storage, number)
         except DamagedRecordError as error:
-            remedy = "is removed if no sign of its holder is seen for a minute"
+            remedy = "is removed if its holder adds no heartbeat for a minute"
             yield Finding("lease", _claim_path(number), error.problem, remedy, damage=True, mendable=True)
 
 
@@ -204,7 +203,7 @@ def _readers(catalog: Catalog) -> Iterator[Finding]:
     for name, claim in reader_claims(catalog.storage):
         path = paths.key(paths.READERS, name)
         if isinstance(claim, DamagedRecordError):
-            remedy = "a training removes it after a minute without a sign of its reader"
+            remedy = "a training removes it after a minute without a heartbeat of its reader"
             yield Finding("reader", path, claim.problem, remedy, damage=True)
         elif claim is not None and is_alive(claim.holder) is False:
             yield Finding("reader", path, f"{claim.holder}, which read it, is gone", "is removed", mendable=True)
@@ -238,13 +237,13 @@ def _unlisted(catalog: Catalog, checkpoint: Checkpoint) -> list[str]:
 
 
 def _remove_obstacles(catalog: Catalog, findings: Sequence[Finding]) -> None:
-    """Remove what keeps every process from the lease, so it is done without one, but not while the run is held."""
+    """Remove what makes the lease impossible to acquire; without a lease, therefore, but not while the run is held."""
     for path in {finding.path for finding in findings if finding.path in (paths.LEASE, paths.READERS)}:
         set_aside(catalog.storage, path)
     foreign = {paths.key(paths.LEASE, name) for name in foreign_claims(catalog.storage)}
     attempts = {found.path for found in _of_kind(findings, "attempt") if found.damage and found.mendable}
     if foreign or attempts:
-        # A process that lives may have counted on from such a number.
+        # A live process may have counted on from such a number.
         require_free(catalog.storage)
     for path in sorted(foreign | attempts):
         remove_or_set_aside(catalog.storage, path)
@@ -264,7 +263,7 @@ def _mend_links(catalog: Catalog, findings: Sequence[Finding]) -> None:
     if links is None:
         return
     for finding in _of_kind(findings, "link"):
-        with contextlib.suppress(KeyMissingError):  # another process removed it
+        with contextlib.suppress(KeyMissingError):  # removed by another process
             links.remove(finding.path)
 
 
@@ -277,7 +276,7 @@ def _remove_damaged_claims(catalog: Catalog, number: int) -> None:
         try:
             read_claim(catalog.storage, older)
         except DamagedRecordError:
-            with contextlib.suppress(StorageError):  # what is left is found again, and is not reported as mended
+            with contextlib.suppress(StorageError):  # found again afterwards, and so not reported as mended
                 remove_or_set_aside(catalog.storage, _claim_path(older))
 
 

@@ -430,7 +430,7 @@ def _heartbeat_text(age_seconds: float | None) -> str:
 def _age_seconds(storage: Storage, number: int, claim: Claim) -> float | None:
     """Return how old the last heartbeat is, or the claim while there is none; None when that cannot be read."""
     beat = last_beat(entries_of(storage, paths.LEASE), name_of(number))
-    said = claim.started
+    stated = claim.started
     if beat:
         try:
             data = storage.read(beat_key(paths.LEASE, name_of(number), beat), _MAX_BEAT_BYTES)
@@ -438,10 +438,10 @@ def _age_seconds(storage: Storage, number: int, claim: Claim) -> float | None:
             return 0.0  # a newer heartbeat has just replaced it
         except StorageError:
             return None
-        said = data.decode("utf-8", "replace").strip()
+        stated = data.decode("utf-8", "replace").strip()
     try:
         # A time without a zone, as no writer of ours states it, is no time that can be compared.
-        return max((datetime.now(UTC) - datetime.fromisoformat(said)).total_seconds(), 0.0)
+        return max((datetime.now(UTC) - datetime.fromisoformat(stated)).total_seconds(), 0.0)
     except (ValueError, TypeError, OverflowError):
         return None
 

@@ -1,5 +1,5 @@
-"""Which process this is, and whether another one lives. Only processes of the same machine can be seen, and of those
-only the ones that the system shows to this user: what cannot be seen is unknown, not dead."""
+"""The identity of this process, and whether another process lives. Only processes of the same machine can be seen, and
+of those only the ones that the system shows to this user: one that cannot be seen is unknown, not dead."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _MACHINE_CLOCK = "time:[4026531834]"
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """A process. `machine` is the same for those that can see each other's numbers; `birth`, in the system's own count,
-    tells a process from a later one that got its number."""
+    """A process. `machine` is the same for those that can see each other's numbers; `birth`, the start time in clock
+    ticks, distinguishes a process from a later one with the same number."""
 
     host: str
     machine: str
@@ -34,7 +34,8 @@ class Identity(msgspec.Struct, frozen=True):
 
 
 def this_process() -> Identity:
-    # Asked anew each time: a forked child is another process, and may be in another namespace of process numbers.
+    """Return the identity of this process."""
+    # Not cached: a forked child is another process, and may be in another namespace of process numbers.
     return Identity(socket.gethostname(), _machine(os.getpid()), os.getpid(), birth_of(os.getpid()))
 
 
@@ -55,13 +56,13 @@ def is_alive(other: Identity) -> bool | None:
 
 
 def birth_of(process: int) -> int | None:
-    """Return when a process began, in the system's own count; None for one that is gone or cannot be seen."""
+    """Return the start time of a process in clock ticks; None for one that is gone or cannot be seen."""
     fields = _living(process)
     return int(fields[_BIRTH]) if fields else None
 
 
 def seconds_since_birth() -> float:
-    """How long this process has been running; since this was first asked, where the system does not say."""
+    """Return how long this process has been running; since the import of this module where that is unknown."""
     birth = _birth_seconds(os.getpid())
     if birth is None:
         return time.monotonic() - _FIRST_LOOK
@@ -70,12 +71,14 @@ def seconds_since_birth() -> float:
 
 @cache
 def _birth_seconds(process: int) -> float | None:
-    """The same, of this process, whose number changes with a fork; asked at every step of a training."""
+    """Return the start time of this process in seconds. Cached by its number, which changes with a fork: it is needed
+    at every step of a training."""
     birth = birth_of(process)
     return None if birth is None else birth / os.sysconf("SC_CLK_TCK")
 
 
 def parent_of(process: int) -> int | None:
+    """Return the number of the parent; None for a process that is gone or cannot be seen."""
     fields = _living(process)
     return int(fields[_PARENT]) if fields else None
 
@@ -83,7 +86,7 @@ def parent_of(process: int) -> int | None:
 @cache
 def _machine(process: int) -> str:
     """Return this boot of this machine and the namespace of process numbers of this process, whose number is given;
-    empty where the system does not say."""
+    empty where that is unknown."""
     if not _proc_is_ours(process):
         return ""
     try:
@@ -105,7 +108,7 @@ def _clock() -> str:
 @cache
 def _proc_is_ours(process: int) -> bool:
     """Return whether /proc has the numbers that this process has. That of another namespace, as a container may get it
-    from its host, shows other processes under our numbers: nobody could be recognised by it."""
+    from its host, shows other processes under our numbers: no process could be identified by it."""
     try:
         return os.readlink("/proc/self") == str(process)
     except OSError:
@@ -124,7 +127,7 @@ def _exists(process: int) -> bool | None:
 
 
 def _living(process: int) -> list[str]:
-    """Return what the system says of a process, from its state on; nothing of one that is gone or is a zombie."""
+    """Return the fields of /proc/PID/stat from the state on; none for a process that is gone or a zombie."""
     fields = _stat(process) if _proc_is_ours(os.getpid()) else []
     return [] if not fields or fields[_STATE] in "ZX" else fields
 

@@ -1,7 +1,8 @@
-"""How a person names a checkpoint: `latest`, `best`, `best:val_loss`, `500`, a tag, a folder. Text in, value out.
+"""Selectors: how a person names a checkpoint: `latest`, `best`, `best:val_loss`, `500`, a tag, a folder. Text in, value
+out.
 
-A metric is named as it was saved: all behind `best:` is its name, but for a `:min` or `:max` at the end, which says how
-to rank. One whose own name ends so is named with it: `best:val:max:min`.
+A metric is named as it was saved: everything after `best:` is its name, except for a `:min` or `:max` at the end, which
+states how to rank. One whose own name ends so is named with it: `best:val:max:min`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _MODE = re.compile(r":(min|max)\Z")
 @dataclass(frozen=True, slots=True)
 class Selector:
     """A parsed selector. `name` is the metric, the tag or the folder; `step` is set for a step alone. Without a `mode`
-    a metric ranks as the run says."""
+    a metric ranks as the run states."""
 
     kind: Kind
     name: str = ""
@@ -41,12 +42,12 @@ class Selector:
 
     @property
     def may_fall_back(self) -> bool:
-        """Only `latest` asks for "the newest sound one". Everything else was asked for by name."""
+        """Return whether an older checkpoint may be used instead. Only `latest` means "the newest sound one"."""
         return self.kind == "latest"
 
 
 def parse_selector(text: str | int) -> Selector:
-    """Read a selector, or raise a UsageError that shows what one looks like."""
+    """Return a selector; raise a UsageError that shows what one looks like."""
     if not isinstance(text, str):
         if as_integer(text) is None:
             raise _unreadable(text)
@@ -66,7 +67,7 @@ def parse_selector(text: str | int) -> Selector:
 
 
 def is_tag(text: str) -> bool:
-    """Whether a text may be a tag: no word that already means something else as a selector."""
+    """Return whether a text may be a tag: it must not mean something else as a selector."""
     return _TAG.fullmatch(text) is not None and text not in ("latest", "best") and not text.startswith("step-")
 
 
@@ -84,8 +85,8 @@ def _parse_best(spelled: str) -> Selector:
     metric = _MODE.sub("", spelled.removeprefix("best"))
     if metric and _METRIC.fullmatch(metric[1:]) is None:
         raise _unreadable(spelled)
-    said = _MODE.search(spelled)
-    return Selector("best", name=metric[1:], mode=_as_mode(said[1]) if said else None)
+    mode = _MODE.search(spelled)
+    return Selector("best", name=metric[1:], mode=_as_mode(mode[1]) if mode else None)
 
 
 def _as_mode(word: str) -> RankingMode:

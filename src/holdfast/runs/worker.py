@@ -13,14 +13,15 @@ _LOOK_SECONDS = 1.0
 
 
 class WorkerThread:
-    """A thread that runs one function after another. One thread is kept for all saves: to start one takes longer than
-    all the rest of a save whose copies a device makes."""
+    """A thread that runs one function after another. One thread is kept for all saves: starting one takes longer than
+    the rest of a save that a device copies."""
 
     def __init__(self) -> None:
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Callable[[], None]) -> None:
+        """Run a function after those that were submitted before."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="holdfast-save", daemon=True)
             self._thread.start()
@@ -47,5 +48,5 @@ class WorkerThread:
             except BaseException:
                 # The next save waits for this thread, whatever a callback of this one has raised.
                 logger.exception("work in the background ended by an unexpected error")
-            # Nothing of a save that is over may stay in this frame: it would keep the arena.
+            # No reference to a finished save may stay in this frame: it would keep the arena alive.
             del work

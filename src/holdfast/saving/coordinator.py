@@ -35,7 +35,7 @@ from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.lease import Lease
 from holdfast.runs.lineage import Lineage, ancestry
-from holdfast.runs.orphans import wait_for_survivors
+from holdfast.runs.orphans import wait_for_orphans
 from holdfast.runs.run_record import open_run
 from holdfast.saving.background import Saved
 from holdfast.saving.compare import Watch
@@ -272,7 +272,7 @@ class Leader:
                 )
             # What another manager of this process, or a writer without its training, is about to commit comes first.
             self._before_claim()
-            wait_for_survivors(self._catalog, self._timeout_seconds / 2)
+            wait_for_orphans(self._catalog, self._timeout_seconds / 2)
             self._lease = Lease.acquire(
                 self._catalog.storage, lost=lost, close_attempts=self._catalog.attempts.close_older
             )

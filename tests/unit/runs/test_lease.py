@@ -30,7 +30,7 @@ from holdfast.runs.cleanup import Housekeeper
 from holdfast.runs.clock import Clock
 from holdfast.runs.heartbeat import Heartbeat
 from holdfast.runs.lease import Lease, require_number
-from holdfast.runs.orphans import wait_for_survivors
+from holdfast.runs.orphans import wait_for_orphans
 from holdfast.runs.process_identity import Identity, birth_of, is_alive, this_process
 from holdfast.runs.readers import Readers, reading
 from holdfast.runs.retention import KeepLast
@@ -463,7 +463,7 @@ def test_a_writer_that_may_have_outlived_its_training_is_named_when_it_cannot_be
     door = Unreadable(storage)
     folder, _ = Catalog(door).attempts.claim(2, 1, lease=7)
     door.unread = "attempt.json"
-    wait_for_survivors(Catalog(door), 60.0)
+    wait_for_orphans(Catalog(door), 60.0)
     assert f"whether a writer is still saving {folder} is not known" in caplog.text
 
 
