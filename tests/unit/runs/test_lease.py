@@ -1,14 +1,11 @@
-"""Whose run it is, and what is being read: claims, beats, numbers that fence, and clocks that a test can turn."""
+"""One writer per run: claims, numbers that fence, floors, and clocks that a test can turn."""
 
 from __future__ import annotations
 
-import errno
-import itertools
 import json
 import logging
 import os
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -17,7 +14,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 from holdfast.errors import DamagedRecordError, KeyExistsError, RunInUseError, StorageError
 from holdfast.manager.functions import prune
@@ -26,59 +22,28 @@ from holdfast.ranks.single import Alone
 from holdfast.runs.attempts import MAX_LEASE_NUMBER
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.claims import LONGEST_TIMEOUT_SECONDS, read_claim
-from holdfast.runs.cleanup import Housekeeper
-from holdfast.runs.clock import Clock
 from holdfast.runs.heartbeat import Heartbeat
 from holdfast.runs.lease import Lease, require_number
 from holdfast.runs.orphans import wait_for_orphans
-from holdfast.runs.process_identity import Identity, birth_of, is_alive, this_process
-from holdfast.runs.readers import Readers, reading
+from holdfast.runs.process_identity import Identity, birth_of, this_process
 from holdfast.runs.retention import KeepLast
-from holdfast.runs.selector import Selector
-from holdfast.saving.coordinator import SaveRequest
 from holdfast.saving.pipeline import Saver
 from holdfast.storage.local.local import LocalStorage
 from holdfast.testing import MemoryStorage
-from holdfast.testing.storages import _Wrapper
-
-HOST, MACHINE = this_process().host, this_process().machine
-# The first process of this machine lives as long as any; one of its number with another birth is long gone.
-NEIGHBOUR = Identity(HOST, MACHINE, 1, birth_of(1))
-GONE = Identity(HOST, MACHINE, 1, (birth_of(1) or 0) + 1)
-
-
-def far(number: int = 1) -> Identity:
-    return Identity(f"far-{number}", f"elsewhere-{number}", number, 1)
-
-
-class Time:
-    """A clock that goes on when somebody sleeps, and what happens meanwhile."""
-
-    def __init__(self, on_sleep: Callable[[float], None] = lambda now: None) -> None:
-        self.now = 0.0
-        self._on_sleep = on_sleep
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-        self._on_sleep(self.now)
-
-    @property
-    def clock(self) -> Clock:
-        return Clock(lambda: self.now, self.sleep)
-
-
-@pytest.fixture(params=["memory", "folder"])
-def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    return MemoryStorage() if request.param == "memory" else LocalStorage(tmp_path / "run")
-
-
-def names(storage: Any, folder: str = "lease") -> list[str]:
-    return [entry.name for entry in storage.entries(folder)]
-
-
-def acquire(storage: Any, identity: Identity | None = None, time: Time | None = None, **more: Any) -> Lease:
-    return Lease.acquire(storage, identity=identity, clock=(time or Time()).clock, **more)
-
+from tests.unit.runs.scene import (
+    GONE,
+    HOST,
+    MACHINE,
+    NEIGHBOUR,
+    Meeting,
+    Time,
+    Unreadable,
+    acquire,
+    far,
+    names,
+    save,
+    steps,
+)
 
 # Becoming the writer
 
@@ -376,18 +341,6 @@ def test_a_beat_that_states_no_time_is_a_sign_all_the_same_and_no_age_is_invente
     assert caught.value.age_seconds is None  # type: ignore[attr-defined]
 
 
-class Unreadable(_Wrapper):
-    """Keys that end in a text cannot be read, for as long as it is set."""
-
-    unread = ""
-
-    def read(self, key: str, limit_bytes: int) -> bytes:
-        if self.unread and key.endswith(self.unread):
-            # No error that is tried again: the test would wait for the attempts.
-            raise StorageError("no such access now", errno=errno.EACCES, file=key)
-        return super().read(key, limit_bytes)
-
-
 def test_a_run_that_is_held_names_the_holder_the_age_of_its_heartbeat_and_the_command(storage: Any) -> None:
     door = Unreadable(storage)
     lease = acquire(door, far())
@@ -442,19 +395,6 @@ def test_a_number_is_not_given_while_the_record_of_an_attempt_cannot_be_read(sto
     assert names(storage) == []
     door.unread = ""
     assert acquire(door).number == holder.number + 1
-
-
-@pytest.mark.guarantee("G13")
-def test_no_attempt_is_closed_or_cleared_while_its_record_cannot_be_read(storage: Any) -> None:
-    door = Unreadable(storage)
-    catalog = Catalog(door)
-    folder, _ = catalog.attempts.claim(2, 1, lease=7)
-    door.unread = "attempt.json"
-    with pytest.raises(StorageError, match="no such access now"):
-        catalog.attempts.close_older(5)
-    with pytest.raises(StorageError, match="no such access now"):
-        Housekeeper(catalog, keep=None)._uncommit(folder)
-    assert names(storage, folder) == ["attempt.json"]
 
 
 def test_a_writer_that_may_have_outlived_its_training_is_named_when_it_cannot_be_told(
@@ -764,104 +704,7 @@ def test_a_forked_child_releases_nothing_and_is_another_process(tmp_path: Path) 
     assert names(storage) == ["000000001.json"]
 
 
-# Beats
-
-
-def test_a_heart_adds_a_beat_and_takes_the_last_one_away(storage: Any) -> None:
-    heart = acquire(storage)._heartbeat
-    assert [heart.beat(), heart.beat(), heart.beat()] == [True, True, True]
-    assert names(storage) == ["000000001.beat-000000003", "000000001.json"]
-    said = storage.read("lease/000000001.beat-000000003", 100).decode().strip()
-    assert abs((datetime.now(UTC) - datetime.fromisoformat(said)).total_seconds()) < 60
-
-
-def test_two_who_speak_for_one_claim_do_not_disturb_each_other(storage: Any) -> None:
-    acquire(storage)
-    hearts = [Heartbeat.of_lease(storage, 1), Heartbeat.of_lease(storage, 1)]
-    for _ in range(5):
-        assert all(heart.beat() for heart in hearts)
-    assert names(storage) == ["000000001.beat-000000010", "000000001.json"]
-
-
-def test_a_heart_stops_when_the_claim_is_overtaken_or_gone(storage: Any) -> None:
-    heart = acquire(storage, GONE)._heartbeat
-    acquire(storage)
-    before = names(storage)
-    assert heart.beat() is False
-    assert names(storage) == before
-    assert Heartbeat.of_lease(storage, 9).beat() is False
-
-
-def test_a_heart_beats_while_it_lives_and_only_if_it_should(storage: Any) -> None:
-    acquire(storage)
-    may, beaten = threading.Event(), threading.Event()
-
-    class Watched(Heartbeat):
-        def beat(self) -> bool:
-            beaten.set()
-            return super().beat()
-
-    heart = Watched.of_lease(storage, 1, timeout_seconds=0.03, only_if=may.is_set)
-    heart.start()
-    assert not beaten.wait(0.1)
-    may.set()
-    assert beaten.wait(60)
-    heart.stop()
-
-
-def test_a_heart_survives_a_storage_that_fails_for_a_while(storage: Any, caplog: pytest.LogCaptureFixture) -> None:
-    acquire(storage)
-    beaten, failures = threading.Event(), itertools.count()
-
-    class Stumbling(Heartbeat):
-        def beat(self) -> bool:
-            if next(failures) < 3:
-                raise StorageError("the disk has a bad day")
-            beaten.set()
-            return super().beat()
-
-    with caplog.at_level(logging.WARNING, logger="holdfast"):
-        heart = Stumbling.of_lease(storage, 1, timeout_seconds=0.03)
-        heart.start()
-        assert beaten.wait(60)
-        heart.stop()
-    assert caplog.text.count("a heartbeat could not be written") == 1
-
-
 # The number fences
-
-
-class Meeting(_Wrapper):
-    """Right before one operation somebody else does something."""
-
-    def __init__(self, inner: Any, before: str | int = "", do: Callable[[], object] = lambda: None) -> None:
-        super().__init__(inner)
-        self.operations: list[str] = []
-        self.before, self.do = before, do
-
-    def _act(self, operation: str, action: Callable[[], Any], *, size_bytes: int = 0) -> Any:
-        self.operations.append(operation)
-        if self.before in (operation, len(self.operations)):
-            self.before = ""
-            self.do()
-        return action()
-
-
-class Part:
-    """A component that is one number."""
-
-    def __init__(self, mark: int = 0) -> None:
-        self.tensor = torch.tensor([mark])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"tensor": self.tensor}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.tensor = state["tensor"]
-
-
-def save(saver: Saver, step: int) -> str:
-    return saver.save(step, lambda: SaveRequest(step, {"part": Part(step)})).result().folder
 
 
 def take_over(storage: Any) -> Lease:
@@ -869,10 +712,6 @@ def take_over(storage: Any) -> Lease:
     lease = Lease.acquire(storage)
     Catalog(storage).attempts.close_older(lease.number)
     return lease
-
-
-def steps(storage: Any) -> list[int]:
-    return [found.step for found in Catalog(storage).scan().checkpoints]
 
 
 @pytest.mark.guarantee("G13")
@@ -932,149 +771,3 @@ def test_a_number_may_commit_as_long_as_there_is_no_higher_one(storage: Any) -> 
     require_number(storage, 1)
     with pytest.raises(RunInUseError, match=f"process 1 on {HOST} has taken this run over"):
         require_number(storage, 0)
-
-
-def test_closing_attempts_spares_what_is_committed_and_the_attempts_of_this_number(storage: Any) -> None:
-    catalog = Catalog(storage)
-    saver = Saver(catalog, Alone(), mode="sync")
-    save(saver, 1)
-    old, _ = catalog.attempts.claim(2, 1, lease=1)
-    own, _ = catalog.attempts.claim(3, 1, lease=2)
-    catalog.attempts.close_older(2)
-    scan = Catalog(storage).scan()
-    assert [found.step for found in scan.checkpoints] == [1]
-    assert scan.closed == (old,)
-    assert own in scan.attempts
-    catalog.attempts.close_older(3)
-    assert Catalog(storage).scan().closed == (old, own)
-
-
-def test_attempts_can_be_closed_by_two_at_once(storage: Any) -> None:
-    catalog = Catalog(storage)
-    folders = [catalog.attempts.claim(step, 1, lease=1)[0] for step in range(20)]
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: Catalog(storage).attempts.close_older(2), range(4)))
-    assert Catalog(storage).scan().closed == tuple(folders)
-
-
-# Who reads
-
-
-def test_what_is_read_is_known_until_it_is_not(storage: Any) -> None:
-    readers = Readers(storage)
-    with reading(storage, "step-000000001"), reading(storage, "step-000000001"), reading(storage, "step-000000002.3"):
-        assert readers.folders() == {"step-000000001", "step-000000002.3"}
-    assert readers.folders() == set()
-    assert names(storage, "readers") == []
-
-
-def test_a_reader_that_fails_leaves_nothing(storage: Any) -> None:
-    with pytest.raises(KeyError), reading(storage, "step-000000001"):
-        raise KeyError
-    assert names(storage, "readers") == []
-
-
-def test_where_nothing_can_be_written_there_is_reading_all_the_same() -> None:
-    with reading(MemoryStorage(capacity_bytes=0), "step-000000001"):
-        pass
-
-
-def claim_of(storage: Any, folder: str, holder: Identity, timeout_seconds: float = 60.0) -> str:
-    """A reader elsewhere, or one that died: only its claim is there."""
-    name = f"{folder}--{holder.host}{holder.birth}"
-    claim = {"holder": msgspec.to_builtins(holder), "started": "2026-01-01T00:00:00+00:00"}
-    storage.put(f"readers/{name}.json", msgspec.json.encode({**claim, "timeout_seconds": timeout_seconds}))
-    return name
-
-
-def test_a_reader_of_this_machine_counts_as_long_as_its_process_lives(storage: Any) -> None:
-    claim_of(storage, "step-000000001", GONE)
-    claim_of(storage, "step-000000002", NEIGHBOUR)
-    readers = Readers(storage)
-    assert readers.folders() == {"step-000000002"}
-    readers.sweep()
-    assert names(storage, "readers") == [f"step-000000002--{HOST}{birth_of(1)}.json"]
-
-
-def test_a_reader_elsewhere_counts_until_it_was_silent_for_as_long_as_it_said(storage: Any) -> None:
-    name = claim_of(storage, "step-000000001", far(), 30.0)
-    time = Time()
-    readers = Readers(storage, time.clock)
-    heart = Heartbeat(storage, "readers", name, 5.0)
-    for now, beats, lives in [(0, 0, True), (29, 0, True), (29.5, 1, True), (59, 0, True), (60, 0, False)]:
-        time.now = now
-        for _ in range(beats):
-            assert heart.beat()
-        assert (readers.folders() == {"step-000000001"}) is lives, now
-    readers.sweep()
-    assert names(storage, "readers") == []
-    assert heart.beat() is False
-
-
-def test_looking_alone_removes_no_claim(storage: Any) -> None:
-    claim_of(storage, "step-000000001", GONE)
-    assert Readers(storage).folders() == set()
-    assert len(names(storage, "readers")) == 1
-
-
-def test_a_claim_that_cannot_be_read_counts(storage: Any) -> None:
-    storage.put("readers/step-000000001--x.json", b"no claim")
-    readers = Readers(storage)
-    assert readers.folders() == {"step-000000001"}
-    readers.sweep()
-    assert len(names(storage, "readers")) == 1
-
-
-@pytest.mark.guarantee("G4")
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_reader_that_comes_just_before_or_after_the_end_reads_all_of_it_or_knows(when: str) -> None:
-    """The claim, then a look at the manifest; the end of the manifest, then a look at the claims. In any order one of
-    the two sees the other."""
-    inner = MemoryStorage()
-    met: list[bool] = []
-    claim = reading(inner, "step-000000001")
-
-    def come() -> None:
-        claim.__enter__()
-        met.append(1 in steps(inner))
-
-    operation = "delete step-000000001/manifest.json" if when == "before" else "sync step-000000001"
-    storage = Meeting(inner)
-    catalog = Catalog(storage)
-    saver = Saver(catalog, Alone(), mode="sync")
-    for step in (1, 2):
-        save(saver, step)
-    storage.before, storage.do = operation, come
-    keeper = Housekeeper(catalog, keep=KeepLast(1), may_write=saver.hold_run, in_use=lambda: {saver.head})
-    keeper.clean_up()
-    assert met == [when == "before"]
-    assert steps(inner) == [2]
-    left = [name for name in names(inner, "step-000000001") if name.endswith(".safetensors")]
-    assert bool(left) or when == "after"
-    claim.__exit__(None, None, None)
-    keeper.clean_up()
-    assert names(inner, "step-000000001") == []
-
-
-def test_is_alive_knows_this_machine_alone() -> None:
-    assert is_alive(this_process()) is True
-    assert is_alive(NEIGHBOUR) is True
-    assert is_alive(GONE) is False
-    assert is_alive(far()) is None
-    assert is_alive(Identity(HOST, "", os.getpid(), 1)) is None
-
-
-def test_a_process_that_only_waits_to_be_counted_is_dead() -> None:
-    child = os.fork()
-    if child == 0:
-        os._exit(0)
-    birth = birth_of(child)
-    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-    assert is_alive(Identity(HOST, MACHINE, child, birth if birth is not None else 1)) is False
-    os.waitpid(child, 0)
-
-
-def test_a_selector_finds_a_checkpoint_while_somebody_reads_it(storage: Any) -> None:
-    save(Saver(Catalog(storage), Alone(), mode="sync"), 1)
-    with reading(storage, "step-000000001"):
-        assert Catalog(storage).find(Selector("latest")).step == 1
