@@ -111,7 +111,7 @@ class Run:
 
     @property
     def links(self) -> dict[str, str]:
-        return self.storage.links()
+        return self.storage.features.links.targets()
 
     @property
     def names(self) -> list[str]:
