@@ -16,7 +16,7 @@ from holdfast.errors import CorruptCheckpointError
 from holdfast.loading import read as reading
 from holdfast.loading.gpu_digest import DeviceDigester
 from holdfast.loading.read import read
-from holdfast.loading.targets import Request
+from holdfast.loading.requests import Request
 from holdfast.ondisk.regions import Box
 from holdfast.state.memory import PAGE_BYTES
 

@@ -76,9 +76,10 @@ from holdfast.errors import (
     StorageError,
     UsageError,
 )
-from holdfast.loading.read import check_bytes, check_sizes, read
+from holdfast.loading.files import check_sizes
+from holdfast.loading.read import check_bytes, read
+from holdfast.loading.requests import Request
 from holdfast.loading.resolve import Location, resolve
-from holdfast.loading.targets import Request
 from holdfast.ondisk import paths
 from holdfast.ondisk.codec import Json, Subclass, decode, encode, subclass_of
 from holdfast.ondisk.decoding import from_json

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 import torch
 
 from holdfast.errors import CorruptCheckpointError
-from holdfast.loading.read import check_files, read, read_values
-from holdfast.loading.targets import Request
-from holdfast.ondisk.decoding import from_json
+from holdfast.loading.files import check_files, parse_texts, read_values
+from holdfast.loading.read import read
+from holdfast.loading.requests import Request
 from holdfast.ondisk.manifest import TensorRecord, TreeRecord
 from holdfast.ondisk.paths import is_rank_scope
 from holdfast.ondisk.regions import whole
@@ -57,7 +56,8 @@ def carry(
         leaves_of[_tree_of(leaf)].append(leaf)
     tensors = _read_tensors(checkpoint, leaves, checked=checked, readers=size)
     values = {
-        file: _parse(read_values(checkpoint, file, checked=checked), file) for file in {tree.file for tree in trees}
+        file: parse_texts(read_values(checkpoint, file, checked=checked), file)
+        for file in {tree.file for tree in trees}
     }
     meshes = frozenset(manifest.meshes if any(leaf.sharded for leaf in leaves) else ())
     carried = []
@@ -122,11 +122,3 @@ def _read_tensors(
             advice="restore another checkpoint, or leave the components out with skip= in the LoadStrategy",
         )
     return tensors
-
-
-def _parse(data: bytes | bytearray, file: str) -> dict[str, msgspec.Raw]:
-    """Return the values of each tree as the text that was stored."""
-    try:
-        return from_json(data, dict[str, dict[str, msgspec.Raw]])["trees"]
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, KeyError) as error:
-        raise CorruptCheckpointError(f"not a file of values: {error}", file=file) from None

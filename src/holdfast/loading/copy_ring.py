@@ -15,12 +15,14 @@ from typing import Any, Protocol, Self
 
 import torch
 
+from holdfast.loading.requests import PIECE_BYTES
 from holdfast.state.memory import PAGE_BYTES, prefer_huge_pages
 from holdfast.state.tensors import is_host_memory
 
 __all__ = ["SLOT_BYTES", "Carrier", "CudaCarrier", "HostCarrier", "Ring", "Rings"]
 
-SLOT_BYTES = 8 << 20
+# A piece, widened to whole pages on both sides, fits into a slot.
+SLOT_BYTES = PIECE_BYTES + (64 << 10)
 
 
 class Carrier(Protocol):

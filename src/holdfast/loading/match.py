@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.errors import CorruptCheckpointError, HoldfastError, StateMismatchError
+from holdfast.loading.requests import Request
 from holdfast.loading.strategy import LoadStrategy
-from holdfast.loading.targets import Fitted, Request
 from holdfast.ondisk import paths
 from holdfast.ondisk.codec import Json, Subclass, class_name, decode, subclass_of, typed
 from holdfast.ondisk.manifest import TensorRecord, TreeRecord
@@ -74,6 +74,33 @@ from holdfast.state.wrappers import (
     random_state_kept,
     state_of,
 )
+
+
+@dataclass(slots=True)
+class Fitted:
+    """One component fitted to its saved state. `take_up` hands the state over once the requests are filled.
+
+    `unused` are leaves of the checkpoint that this rank has no place for; another rank that takes from the same of
+    the `trees` may have one. `accepted` are the differences that a loose restore lets pass. Of a model or an optimizer,
+    `held` counts the leaves (an optimizer's parameters) on this rank, `stored` those in the checkpoint, and `common`
+    those that both have and that are restored.
+    """
+
+    component: str
+    kind: str
+    skipped: str = ""
+    trees: tuple[str, ...] = ()
+    requests: list[Request] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+    accepted: list[str] = field(default_factory=list)
+    globs: set[str] = field(default_factory=set)
+    left_out: set[str] = field(default_factory=set)
+    held: int = 0
+    stored: int = 0
+    common: int = 0
+    take_up: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)

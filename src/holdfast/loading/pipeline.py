@@ -27,15 +27,15 @@ from holdfast.errors import (
     StorageError,
     UsageError,
 )
-from holdfast.loading.match import Place, SavedState, match
-from holdfast.loading.read import check_bytes, check_sizes, read, read_values, size_of
+from holdfast.loading.files import check_sizes, parse_values, read_values, require_file
+from holdfast.loading.match import Fitted, Place, SavedState, match
+from holdfast.loading.read import check_bytes, read
+from holdfast.loading.requests import Request, size_of
 from holdfast.loading.resolve import candidates
 from holdfast.loading.restore import restore_tensors, restore_values
 from holdfast.loading.side_buffers import Shadows, room_on
 from holdfast.loading.strategy import LoadStrategy
-from holdfast.loading.targets import Fitted, Request
 from holdfast.ondisk.codec import Json, plain, typed
-from holdfast.ondisk.decoding import from_json
 from holdfast.ondisk.manifest import TreeRecord
 from holdfast.ranks.base import Ranks, on_leader, together
 from holdfast.runs.catalog import Catalog
@@ -513,7 +513,7 @@ class _Attempt:
         """The values of a tree, from a file that is read and checked once."""
         if tree.file not in self.values:
             data = read_values(self.checkpoint, tree.file, checked=self.request.verify == "full")
-            self.values[tree.file] = _parse_values(data, tree.file)
+            self.values[tree.file] = parse_values(data, tree.file)
         try:
             return self.values[tree.file][tree.name]
         except KeyError:
@@ -522,12 +522,7 @@ class _Attempt:
     def _require_file(self, name: str) -> None:
         """A file that is as large as the manifest says: whoever takes memory by the manifest's word asks first."""
         if name not in self.present:
-            record = next(file for file in self.checkpoint.manifest.files if file.name == name)
-            with self.checkpoint.storage.open(self.checkpoint.key(name)) as source:
-                if source.size_bytes != record.size_bytes:
-                    raise CorruptCheckpointError(
-                        f"has {source.size_bytes} bytes, the manifest says {record.size_bytes}", file=name
-                    )
+            require_file(self.checkpoint, name)
             self.present.add(name)
 
     def _requests(self, *, fresh: bool) -> list[Request]:
@@ -643,14 +638,6 @@ def _unexpected(fits: Sequence[_Fit]) -> list[str]:
         for leaf in set().union(*(leaves for _, leaves in unused))
         if all(leaf in leaves for trees, leaves in unused if leaf.partition(".")[0] in trees)
     )
-
-
-def _parse_values(data: bytearray, file: str) -> dict[str, Json]:
-    try:
-        trees = from_json(data, dict[str, dict[str, Any]])["trees"]
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, KeyError) as error:
-        raise CorruptCheckpointError(f"it is no file of values: {error}", file=file) from None
-    return trees
 
 
 def _shown_apart(old: Json, new: Json) -> tuple[str, str]:

@@ -14,7 +14,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.errors import HoldfastError, StateMismatchError
-from holdfast.loading.targets import Fitted
+from holdfast.loading.match import Fitted
 from holdfast.state.loaders import shield_random_state
 from holdfast.state.names import is_stateful_loader, unwrap
 from holdfast.state.wrappers import RNGState, random_state_kept

@@ -12,7 +12,7 @@ from typing import Self
 
 import torch
 
-from holdfast.loading.targets import Request
+from holdfast.loading.requests import Request
 
 __all__ = ["Shadows", "room_on"]
 

@@ -13,9 +13,9 @@ import torch
 import holdfast
 from holdfast.errors import CorruptCheckpointError
 from holdfast.loading.copy_ring import HostCarrier, Rings
-from holdfast.loading.read import check_bytes, read, size_of
+from holdfast.loading.read import check_bytes, read
+from holdfast.loading.requests import Request, size_of
 from holdfast.loading.side_buffers import Shadows
-from holdfast.loading.targets import Request
 from holdfast.ondisk.regions import Box, whole
 from holdfast.runs.checkpoint import Checkpoint
 from holdfast.storage.local.disk import Disk

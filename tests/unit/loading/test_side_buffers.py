@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import torch
 
+from holdfast.loading.requests import Request
 from holdfast.loading.side_buffers import Shadows, room_on
-from holdfast.loading.targets import Request
 from holdfast.ondisk.manifest import TensorRecord
 from holdfast.ondisk.regions import whole
 
