@@ -31,6 +31,7 @@ __all__ = [
     "parse_texts",
     "parse_values",
     "read_values",
+    "reference_of",
     "require_file",
 ]
 
@@ -90,6 +91,12 @@ def _trees_in(data: bytes | bytearray, file: str, kind: type[dict[str, _Trees]])
         return from_json(data, kind)["trees"]
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, KeyError) as error:
         raise CorruptCheckpointError(f"not a file of values: {error}", file=file) from None
+
+
+def reference_of(value: Json) -> str | None:
+    """Return the path of the tensor that an encoded value refers to; None for any other value."""
+    reference = value.get("$tensor") if isinstance(value, dict) else None
+    return reference if isinstance(reference, str) else None
 
 
 class Files:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import torch
@@ -34,7 +34,7 @@ from holdfast.loading.requests import Request, size_of
 from holdfast.loading.resolve import candidates
 from holdfast.loading.restore import restore_tensors, restore_values
 from holdfast.loading.side_buffers import Shadows, room_on
-from holdfast.loading.strategy import LoadStrategy
+from holdfast.loading.strategy import LoadStrategy, Verify
 from holdfast.ondisk.codec import Json, plain, typed
 from holdfast.ondisk.manifest import TreeRecord
 from holdfast.ranks.base import Ranks, on_leader, together
@@ -52,7 +52,6 @@ from holdfast.state.wrappers import PerRank, RNGState
 
 logger = logging.getLogger("holdfast")
 
-Verify = Literal["full", "quick", "off"]
 _SHOWN_CHARACTERS = 80
 _SHOWN_NAMES = 5
 

@@ -7,10 +7,13 @@ import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 from holdfast.errors import UsageError
 from holdfast.ondisk.paths import check_component_name
+
+Verify = Literal["full", "quick", "off"]
+"""How deep a load checks: the digest of every byte that it needs, the sizes of files, or nothing."""
 
 MODULES = "<modules>"
 OPTIMIZERS = "<optimizers>"
@@ -95,6 +98,13 @@ class LoadStrategy:
             raise UsageError(f"{', '.join(both)}: named in only= and in skip=", advice="name it in one of them")
         for name in self.named():
             check_component_name(name)
+
+
+def check_verify(verify: str) -> Verify:
+    """Return the depth, or raise a UsageError for any other text."""
+    if verify not in get_args(Verify):
+        raise UsageError(f"verify={verify!r}", advice="use 'full', 'quick' or 'off'")
+    return verify  # type: ignore[return-value]
 
 
 @functools.lru_cache(maxsize=64)
