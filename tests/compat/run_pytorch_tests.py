@@ -106,10 +106,11 @@ if os.environ["STORAGE_OF_TESTS"] == "stock":
     marked(filesystem.FileSystemWriter)
     marked(filesystem.FileSystemReader)
 else:
-    from holdfast.formats.dcp.writer import _NO_OPTION, HoldfastReader, HoldfastWriter
+    from holdfast.formats.dcp import HoldfastReader, HoldfastWriter
+    from holdfast.formats.dcp.options import NO_OPTION
 
-    in_place("FileSystemWriter", HoldfastWriter, set(_NO_OPTION))
-    in_place("FileSystemReader", HoldfastReader, set(_NO_OPTION))
+    in_place("FileSystemWriter", HoldfastWriter, set(NO_OPTION))
+    in_place("FileSystemReader", HoldfastReader, set(NO_OPTION))
 """
 
 
