@@ -1,0 +1,106 @@
+"""Take notes while one component is fitted: requests for memory to fill, and differences. Changes no live object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from holdfast.errors import CorruptCheckpointError
+from holdfast.loading.match.records import Fitted, SavedState
+from holdfast.loading.requests import Request
+from holdfast.loading.strategy import LoadStrategy
+from holdfast.ondisk import paths
+from holdfast.ondisk.manifest import TensorRecord, TreeRecord
+from holdfast.ondisk.regions import Cut
+from holdfast.state.names import cuts_of, unwrap
+from holdfast.state.state_dicts import component_state, live_subclasses
+from holdfast.state.tensors import held_piece, require_memory, torch_dtype
+from holdfast.state.wrappers import random_state_kept, state_of
+
+__all__ = ["Matching"]
+
+
+class Matching:
+    """One component that is being fitted: what was saved, what is live, and notes of what was found, in `fitted`."""
+
+    def __init__(
+        self,
+        fitted: Fitted,
+        component: Any,
+        components: Mapping[str, Any],
+        saved: SavedState,
+        strategy: LoadStrategy,
+    ) -> None:
+        self.fitted = fitted
+        self.component = component
+        self.components = components
+        self.saved = saved
+        self.strategy = strategy
+        self._live_subclasses: dict[str, torch.Tensor] | None = None
+        self.cuts = cuts_of(fitted.component, components)
+
+    def note_difference(self, difference: str, ways: str) -> None:
+        """List a difference that a strict restore refuses, with the ways through, and a loose one accepts."""
+        if self.strategy.strict:
+            self.fitted.mismatched.append(f"{difference}; {ways}")
+        else:
+            self.fitted.accepted.append(difference)
+
+    def note_unused(self, tree: TreeRecord, keys: Sequence[str]) -> None:
+        """List what only the checkpoint has, but for what is excluded."""
+        names = (paths.leaf_name(tree.name, key) for key in keys)
+        self.fitted.unused += [name for name in names if not self.excluded(name)]
+
+    def excluded(self, leaf: str) -> bool:
+        """Return whether the strategy excludes a leaf, and note the glob that does."""
+        glob = self.strategy.excluding(leaf)
+        if glob is not None:
+            self.fitted.globs.add(glob)
+            self.fitted.left_out.add(leaf)
+        return glob is not None
+
+    def leaf(self, tree: TreeRecord, reference: str) -> TensorRecord:
+        """Return the leaf that the values of a tree refer to."""
+        name = paths.leaf_name(tree.name, reference)
+        try:
+            return self.saved.leaves[name]
+        except KeyError:
+            raise CorruptCheckpointError(
+                "its values name a tensor that is not listed", leaf=name, file=tree.file
+            ) from None
+
+    def fill(self, leaf: TensorRecord, tensor: torch.Tensor, *, fresh: bool, cut: Cut | None = None) -> torch.Tensor:
+        """Request that a tensor be filled with a leaf, and return the tensor. Of a sharded one this rank's piece is."""
+        box, local = held_piece(tensor, leaf=leaf.name, cut=cut)
+        if box.volume:
+            self.fitted.requests.append(Request(leaf, box, local, fresh))
+        return tensor
+
+    def new_memory(self, leaf: TensorRecord, device: torch.device) -> torch.Tensor:
+        """Return memory for a whole leaf, once it is known that there are as many bytes to fill it with."""
+        for chunk in leaf.chunks:
+            self.saved.require_file(chunk.file)
+        return torch.empty(leaf.shape, dtype=torch_dtype(leaf.dtype), device=device)
+
+    def require_memory(self, state: Any, path: str) -> None:
+        """Refuse a live state with a tensor that cannot be filled, at any depth."""
+        if isinstance(state, torch.Tensor):
+            require_memory(state, component=self.fitted.component, leaf=path)
+        elif isinstance(state, Mapping | list | tuple):
+            for key, value in state.items() if isinstance(state, Mapping) else enumerate(state):
+                self.require_memory(value, f"{path}.{key}")
+
+    def live_state(self) -> Any:
+        """Return the component's state in the form in which it was saved."""
+        if self.fitted.kind == "values":
+            return state_of(unwrap(self.component))
+        return component_state(self.fitted.component, self.component, self.components)
+
+    def live_subclass(self, path: str) -> torch.Tensor | None:
+        """Return the live tensor of a wrapper subclass at a path of the component's state."""
+        if self._live_subclasses is None:
+            with random_state_kept():
+                self._live_subclasses = live_subclasses(self.live_state())
+        return self._live_subclasses.get(path)

@@ -1,0 +1,94 @@
+"""Fit what is no model and no optimizer: dicts, loaders, schedulers, random state, objects with a `state_dict`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from functools import partial
+from typing import Any
+
+import torch
+
+from holdfast.errors import StateMismatchError
+from holdfast.loading.match.matching import Matching
+from holdfast.loading.match.pending import decode_values
+from holdfast.ondisk import paths
+from holdfast.ondisk.manifest import TreeRecord
+from holdfast.state.names import is_loader, unwrap
+from holdfast.state.state_dicts import differing_values, load_values, tree_of
+from holdfast.state.wrappers import (
+    PerRank,
+    RNGState,
+    check_plain_state,
+    check_rng_state,
+    has_plain_state,
+    load_state,
+    random_state_kept,
+)
+
+__all__ = ["match_values", "match_world"]
+
+
+def match_values(matching: Matching, tree: TreeRecord) -> None:
+    """Fit a component to the one tree of it."""
+    state = decode_values(matching, tree, matching.saved.values(tree), "", _template(matching, tree))
+    if isinstance(unwrap(matching.component), RNGState):
+        # It is loaded last, when everything else has changed: what is wrong with it must be known before. Its
+        # tensors are not filled yet, so only the rest can be looked at.
+        check_rng_state(state.preview)
+    inner = unwrap(matching.component)
+    if not has_plain_state(inner):
+        matching.fitted.take_up = partial(load_values, matching.fitted.component, inner, state.value)
+        return
+    try:
+        check_plain_state(inner, state.preview)
+    except StateMismatchError as error:
+        raise error.at(component=matching.fitted.component) from None
+    keys = _common_keys(matching, tree, inner, state.preview) if isinstance(inner, dict) else None
+    matching.fitted.take_up = lambda: load_state(inner, _only(state.value(), keys))
+
+
+def match_world(matching: Matching, trees: Sequence[TreeRecord], index: int, count: int) -> None:
+    """Fit a component that takes the states of all ranks of another world."""
+    states = [decode_values(matching, tree, matching.saved.values(tree), "") for tree in trees]
+    matching.fitted.take_up = lambda: unwrap(matching.component).load_world_state(
+        [state.value() for state in states], index, count
+    )
+
+
+def _common_keys(
+    matching: Matching, tree: TreeRecord, live: Mapping[Any, Any], saved: Mapping[Any, Any]
+) -> Set[Any] | None:
+    """Return the keys of a dict that both sides have; None, for all, where the live one is empty. Values of another
+    form are listed."""
+    if not live:
+        return None
+    matching.fitted.missing += [paths.leaf_name(tree.name, str(key)) for key in live if key not in saved]
+    matching.note_unused(tree, [str(key) for key in saved if key not in live])
+    for path, before, now in differing_values(live, saved, tree.name):
+        matching.note_difference(
+            f"{path}: {before} in the checkpoint, {now} now",
+            f"strict=False takes what was saved, skip=('{tree.component}',) leaves the dict as it is",
+        )
+    return live.keys() & saved.keys()
+
+
+def _template(matching: Matching, tree: TreeRecord) -> Mapping[str, torch.Tensor]:
+    """Return the component's live tensors, where the saved ones must know a device or a mesh to go to."""
+    # A loader that is asked for its state builds an iterator, and its tensors belong on the CPU anyway.
+    if isinstance(matching.component, RNGState) or is_loader(matching.component):
+        return {}
+    own = [name for name in matching.saved.leaves if name.startswith(f"{tree.name}.")]
+    excluded = {name for name in own if matching.strategy.excluding(name) is not None}
+    per_rank = isinstance(matching.component, PerRank)
+    if not own or (per_rank and not excluded):
+        return {}
+    with random_state_kept():
+        state = matching.live_state()
+    matching.require_memory(state, matching.fitted.component)
+    live = tree_of(matching.fitted.component, matching.component, state, None).tensors
+    kept = {path: tensor for path, tensor in live.items() if paths.leaf_name(tree.name, path) in excluded}
+    return kept if per_rank else live
+
+
+def _only(state: Any, keys: Set[Any] | None) -> Any:
+    return state if keys is None else {key: value for key, value in state.items() if key in keys}
