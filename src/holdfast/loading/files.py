@@ -16,7 +16,7 @@ from holdfast.errors import CorruptCheckpointError, KeyDamagedError, KeyMissingE
 from holdfast.loading.requests import Request, overlaps
 from holdfast.ondisk.codec import Json
 from holdfast.ondisk.decoding import from_json
-from holdfast.ondisk.manifest import MAX_VALUES_BYTES, FileRecord
+from holdfast.ondisk.manifest import MAX_VALUES_BYTES, FileRecord, TreeRecord
 from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.report import Problem
 from holdfast.storage.base import Source
@@ -25,6 +25,7 @@ from holdfast.storage.documents import read_document
 __all__ = [
     "DAMAGE",
     "Files",
+    "ValueFiles",
     "check_files",
     "check_sizes",
     "open_file",
@@ -97,6 +98,32 @@ def reference_of(value: Json) -> str | None:
     """Return the path of the tensor that an encoded value refers to; None for any other value."""
     reference = value.get("$tensor") if isinstance(value, dict) else None
     return reference if isinstance(reference, str) else None
+
+
+class ValueFiles:
+    """What a match asks of a checkpoint's files, each of which is read, or looked at, once."""
+
+    def __init__(self, checkpoint: Checkpoint, *, checked: bool) -> None:
+        self._checkpoint = checkpoint
+        self._checked = checked
+        self._values: dict[str, dict[str, Json]] = {}
+        self._present: set[str] = set()
+
+    def values(self, tree: TreeRecord) -> Json:
+        """Return the encoded values of a tree."""
+        if tree.file not in self._values:
+            data = read_values(self._checkpoint, tree.file, checked=self._checked)
+            self._values[tree.file] = parse_values(data, tree.file)
+        try:
+            return self._values[tree.file][tree.name]
+        except KeyError:
+            raise CorruptCheckpointError(f"it has no values of '{tree.name}'", file=tree.file) from None
+
+    def require(self, name: str) -> None:
+        """Raise unless a file has the size that the manifest has, before memory is taken for what it holds."""
+        if name not in self._present:
+            require_file(self._checkpoint, name)
+            self._present.add(name)
 
 
 class Files:

@@ -15,10 +15,12 @@ import holdfast
 from holdfast.loading.pipeline import LoadRequest, load
 from holdfast.loading.strategy import LoadStrategy
 from holdfast.ondisk.codec import encode
+from holdfast.ranks.base import Ranks
 from holdfast.ranks.single import Alone
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.selector import parse_selector
 from holdfast.storage.registry import open_storage
+from holdfast.testing import simulate_ranks
 
 
 class Slow:
@@ -122,3 +124,50 @@ def test_the_event_of_a_restore_has_its_phases(tmp_path: Path) -> None:
     assert events[-1].kind == "restored"
     assert list(events[-1].phases) == ["wait", "resolve", "fit", "read", "restore"]
     assert 0 < sum(events[-1].phases.values()) <= events[-1].seconds
+
+
+class Counted:
+    """Ranks that note the label of each agreement."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self.labels: list[str] = []
+
+    def decide(self, label: str, *arguments: Any, **options: Any) -> Any:
+        self.labels.append(label)
+        return self._ranks.decide(label, *arguments, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ranks, name)
+
+
+def test_a_restore_makes_five_agreements(tmp_path: Path) -> None:
+    """Each one waits for the slowest rank: a further one needs a reason."""
+    with holdfast.CheckpointManager(tmp_path, {"model": torch.nn.Linear(4, 2)}, rng=False) as manager:
+        manager.save(1)
+
+    def restore(ranks: Ranks) -> list[str]:
+        counted: Any = Counted(ranks)
+        load(request({"model": torch.nn.Linear(4, 2)}), Catalog(open_storage(tmp_path)), counted)
+        return list(counted.labels)
+
+    found = simulate_ranks(2, restore)
+    assert found == [["resolve", "fit", "check", "restore values", "restore tensors"]] * 2
+
+
+def test_each_further_candidate_takes_three_agreements(tmp_path: Path) -> None:
+    """The claim of it, the match and, where the match found no damage, the check."""
+    with holdfast.CheckpointManager(tmp_path, {"model": torch.nn.Linear(4, 2)}, rng=False, mode="sync") as manager:
+        manager.save(1)
+        manager.save(2)
+    (newest,) = tmp_path.glob("step-000000002*/*.safetensors")
+    newest.unlink()
+
+    def restore(ranks: Ranks) -> list[str]:
+        counted: Any = Counted(ranks)
+        load(request({"model": torch.nn.Linear(4, 2)}), Catalog(open_storage(tmp_path)), counted)
+        return list(counted.labels)
+
+    found = simulate_ranks(2, restore)
+    again = ["claim the next candidate", "fit", "check"]
+    assert found == [["resolve", "fit", "check", *again, "restore values", "restore tensors"]] * 2

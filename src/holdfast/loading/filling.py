@@ -1,0 +1,80 @@
+"""Check and read what this rank needs of a checkpoint, in two steps. Requests enter; damage, then filled tensors,
+leave.
+
+The first step changes no live tensor: it fills new memory, and side buffers where a device has room for them, and only
+checks the rest. The second one fills the live tensors, after every rank knows that its part is sound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from holdfast.errors import CorruptCheckpointError, StorageError
+from holdfast.loading.files import check_sizes
+from holdfast.loading.match import Place
+from holdfast.loading.read import check_bytes, read
+from holdfast.loading.requests import Request, size_of
+from holdfast.loading.side_buffers import Shadows, room_on
+from holdfast.loading.strategy import Verify
+from holdfast.runs.checkpoint import Checkpoint
+from holdfast.runs.progress import Progress
+from holdfast.runs.report import Problem
+
+__all__ = ["Filling"]
+
+
+class Filling:
+    """The memory of one rank that is filled from one checkpoint."""
+
+    def __init__(self, checkpoint: Checkpoint, requests: Sequence[Request], verify: Verify, place: Place) -> None:
+        self._checkpoint = checkpoint
+        self._fresh = [request for request in requests if request.fresh]
+        self._live = [request for request in requests if not request.fresh]
+        self._verify = verify
+        self._place = place
+        self._shadows = Shadows()
+
+    def check(self) -> tuple[str, ...]:
+        """Fill new memory, and return the damage in what this rank needs. The live tensors stay as they are."""
+        if self._verify != "full":
+            problems = check_sizes(self._checkpoint, self._live) if self._verify == "quick" else []
+            return _texts(problems + self._read(self._fresh, checked=False))
+        self._shadows = Shadows.of(self._live, room_on)
+        problems = self._read([*self._fresh, *self._shadows.requests], checked=True)
+        with self._progress("checking", self._shadows.rest) as progress:
+            problems += check_bytes(self._checkpoint, self._shadows.rest, on_bytes=progress.add)
+        if problems:
+            self._shadows.drop()
+        return _texts(problems)
+
+    def fill_live(self) -> None:
+        """Fill the live tensors: from their side buffers, or by reading, and checking, once more."""
+        checked = self._verify == "full"
+        try:
+            problems = self._read(self._shadows.rest if checked else self._live, checked=checked)
+        except StorageError as error:
+            raise error.changed(
+                problem=f"{error.problem}, and live tensors were overwritten in part",
+                advice="check the mount, the file server or the disk, and restore again before you go on",
+            ) from error
+        if problems:
+            raise CorruptCheckpointError(
+                "the checkpoint changed while it was restored, and live tensors were overwritten",
+                run=self._checkpoint.storage.url,
+                step=self._checkpoint.step,
+                problems=[str(problem) for problem in problems],
+                advice="restore another one before you go on",
+            )
+        self._shadows.fill()
+
+    def _read(self, requests: Sequence[Request], *, checked: bool) -> list[Problem]:
+        with self._progress("restoring", requests) as progress:
+            readers = self._place.size
+            return read(self._checkpoint, requests, checked=checked, readers=readers, on_bytes=progress.add)
+
+    def _progress(self, doing: str, requests: Sequence[Request]) -> Progress:
+        return Progress(f"{doing} step {self._checkpoint.step}", size_of(requests), shown=self._place.rank == 0)
+
+
+def _texts(problems: Sequence[Problem]) -> tuple[str, ...]:
+    return tuple(str(problem) for problem in problems)

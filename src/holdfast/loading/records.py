@@ -1,0 +1,52 @@
+"""What a load is asked and what it answers. Values only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.loading.strategy import LoadStrategy, Verify
+from holdfast.ondisk.codec import Json
+from holdfast.runs.checkpoint import Checkpoint, Skipped
+from holdfast.runs.selector import Selector
+
+__all__ = ["LoadRequest", "Loaded", "NothingToLoad"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """What to restore into which live objects. `globs_must_match`: an `exclude` that matches no leaf is an error."""
+
+    selector: Selector
+    components: Mapping[str, Any]
+    strategy: LoadStrategy
+    guards: Mapping[str, Json] = field(default_factory=dict)
+    pipeline_stage: int | None = None
+    verify: Verify = "full"
+    unwanted: Set[str] = frozenset()
+    globs_must_match: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What was restored, from where, and what was not. `phases` are the seconds of each part, by name. `unclaimed` are
+    the components of the checkpoint that no rank holds and that the strategy does not leave out. `accepted` are the
+    differences that only a loose strategy lets pass."""
+
+    checkpoint: Checkpoint
+    restored: tuple[str, ...]
+    missing: tuple[str, ...]
+    skipped: tuple[str, ...]
+    passed_over: tuple[Skipped, ...]
+    damaged: Mapping[Checkpoint, str] = field(default_factory=dict)
+    phases: Mapping[str, float] = field(default_factory=dict)
+    unclaimed: tuple[str, ...] = ()
+    accepted: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NothingToLoad:
+    """There is no checkpoint; `passed_over` is what there is instead."""
+
+    passed_over: tuple[Skipped, ...] = ()
