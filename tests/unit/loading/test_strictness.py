@@ -16,7 +16,7 @@ import torch
 import holdfast
 from holdfast import LoadStrategy, StateMismatchError
 from holdfast.loading.match import Place, SavedState, match
-from holdfast.state.state_dicts import is_described
+from holdfast.state.descriptions import is_described
 
 
 def net(seed: int, names: str = "ab") -> torch.nn.ModuleDict:

@@ -17,8 +17,8 @@ from holdfast.loading.match.values import match_values, match_world
 from holdfast.loading.strategy import LoadStrategy
 from holdfast.ondisk import paths
 from holdfast.ondisk.manifest import TreeRecord
+from holdfast.state.descriptions import description_of, is_described
 from holdfast.state.names import kind_of, models_of, scopes_in_world, unwrap
-from holdfast.state.state_dicts import description_of, is_described
 from holdfast.state.wrappers import PerRank
 
 __all__ = ["match"]

@@ -16,8 +16,9 @@ from holdfast.ondisk.codec import Json, subclass_of
 from holdfast.ondisk.manifest import TreeRecord
 from holdfast.ondisk.merging import references
 from holdfast.ondisk.regions import Cut
+from holdfast.state.modules import load_module
 from holdfast.state.names import cut_at, unwrap
-from holdfast.state.state_dicts import load_module, tree_of
+from holdfast.state.state_dicts import tree_of
 from holdfast.state.tensors import shares_elements
 
 __all__ = ["match_module"]

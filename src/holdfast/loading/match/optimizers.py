@@ -21,7 +21,7 @@ from holdfast.ondisk.codec import Json, decode
 from holdfast.ondisk.manifest import TensorRecord, TreeRecord
 from holdfast.ondisk.merging import references
 from holdfast.state.names import cut_at, optimizer_names, unwrap
-from holdfast.state.state_dicts import OPTIONS_OF_SCHEDULERS, load_optimizer, state_keys, state_keys_with
+from holdfast.state.optimizers import OPTIONS_OF_SCHEDULERS, load_optimizer, state_keys, state_keys_with
 from holdfast.state.tensors import torch_dtype, whole_shape
 
 __all__ = ["match_optimizer"]

@@ -13,8 +13,9 @@ from holdfast.loading.match.matching import Matching
 from holdfast.loading.match.pending import decode_values
 from holdfast.ondisk import paths
 from holdfast.ondisk.manifest import TreeRecord
+from holdfast.state.descriptions import differing_values
 from holdfast.state.names import is_loader, unwrap
-from holdfast.state.state_dicts import differing_values, load_values, tree_of
+from holdfast.state.state_dicts import load_values, tree_of
 from holdfast.state.wrappers import (
     PerRank,
     RNGState,
