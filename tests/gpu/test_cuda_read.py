@@ -1,4 +1,4 @@
-"""Reading onto a GPU: through page-locked slots, past the page cache or from it, by shadows or, without room, twice."""
+"""Reading onto a GPU: through page-locked slots, past the page cache or from it, by side buffers or reading twice."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def make_warm(folder: Path) -> None:
 
 @pytest.fixture
 def full_device() -> Iterator[None]:
-    """A device on which there is no room for shadows."""
+    """A device on which there is no room for side buffers."""
     device = torch.device("cuda", torch.cuda.current_device())
     ballast = torch.empty(room_on(device), dtype=torch.uint8, device=device)
     assert room_on(device) <= 0
@@ -106,7 +106,7 @@ def test_live_tensors_are_exact(run: tuple[Path, dict[str, torch.Tensor]], make:
     assert_same(model, expected)
 
 
-def test_live_tensors_are_exact_where_there_is_no_room_for_shadows(
+def test_live_tensors_are_exact_where_there_is_no_room_for_side_buffers(
     run: tuple[Path, dict[str, torch.Tensor]], full_device: None
 ) -> None:
     folder, expected = run
@@ -116,7 +116,7 @@ def test_live_tensors_are_exact_where_there_is_no_room_for_shadows(
     assert_same(model, expected)
 
 
-def test_shadows_are_used_and_leave_no_memory_behind(run: tuple[Path, dict[str, torch.Tensor]]) -> None:
+def test_side_buffers_are_used_and_leave_no_memory_behind(run: tuple[Path, dict[str, torch.Tensor]]) -> None:
     model = Model(1)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -155,7 +155,7 @@ def test_damage_changes_nothing_live(
 
 
 @pytest.mark.guarantee("G7")
-def test_damage_changes_nothing_live_where_there_is_no_room_for_shadows(
+def test_damage_changes_nothing_live_where_there_is_no_room_for_side_buffers(
     run: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, full_device: None
 ) -> None:
     folder = damage(run[0], tmp_path / "run", "model.large")

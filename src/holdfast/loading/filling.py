@@ -14,7 +14,7 @@ from holdfast.loading.files import check_sizes
 from holdfast.loading.match import Place
 from holdfast.loading.read import check_bytes, read
 from holdfast.loading.requests import Request, size_of
-from holdfast.loading.side_buffers import Shadows, room_on
+from holdfast.loading.side_buffers import SideBuffers, room_on
 from holdfast.loading.strategy import Verify
 from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.progress import Progress
@@ -32,26 +32,26 @@ class Filling:
         self._live = [request for request in requests if not request.fresh]
         self._verify = verify
         self._place = place
-        self._shadows = Shadows()
+        self._side_buffers = SideBuffers()
 
     def check(self) -> tuple[str, ...]:
         """Fill new memory, and return the damage in what this rank needs. The live tensors stay as they are."""
         if self._verify != "full":
             problems = check_sizes(self._checkpoint, self._live) if self._verify == "quick" else []
             return _texts(problems + self._read(self._fresh, checked=False))
-        self._shadows = Shadows.of(self._live, room_on)
-        problems = self._read([*self._fresh, *self._shadows.requests], checked=True)
-        with self._progress("checking", self._shadows.rest) as progress:
-            problems += check_bytes(self._checkpoint, self._shadows.rest, on_bytes=progress.add)
+        self._side_buffers = SideBuffers.of(self._live, room_on)
+        problems = self._read([*self._fresh, *self._side_buffers.requests], checked=True)
+        with self._progress("checking", self._side_buffers.rest) as progress:
+            problems += check_bytes(self._checkpoint, self._side_buffers.rest, on_bytes=progress.add)
         if problems:
-            self._shadows.drop()
+            self._side_buffers.drop()
         return _texts(problems)
 
     def fill_live(self) -> None:
         """Fill the live tensors: from their side buffers, or by reading, and checking, once more."""
         checked = self._verify == "full"
         try:
-            problems = self._read(self._shadows.rest if checked else self._live, checked=checked)
+            problems = self._read(self._side_buffers.rest if checked else self._live, checked=checked)
         except StorageError as error:
             raise error.changed(
                 problem=f"{error.problem}, and live tensors were overwritten in part",
@@ -65,7 +65,7 @@ class Filling:
                 problems=[str(problem) for problem in problems],
                 advice="restore another one before you go on",
             )
-        self._shadows.fill()
+        self._side_buffers.fill()
 
     def _read(self, requests: Sequence[Request], *, checked: bool) -> list[Problem]:
         with self._progress("restoring", requests) as progress:

@@ -151,7 +151,8 @@ class _Extent:
     jobs: list[Job]
 
     def takes(self, job: Job, source: Source, low: int, high: int) -> bool:
-        """Whether the job can join: whether it goes the same way, from where this ends on, and the slot has room."""
+        """Return whether a job can join: it has the same target device, follows where this ends, and fits into the
+        slot."""
         return (
             source is self.source
             and job.device == self.jobs[0].device
@@ -161,7 +162,7 @@ class _Extent:
         )
 
     def range_to_read(self) -> tuple[int, int]:
-        """Widened to what the source reads best, except beyond its end."""
+        """Return the range, widened to what the source reads best, except beyond its end."""
         step = self.alignment_bytes
         return self.low // step * step, min(-(-self.high // step) * step, self.source.size_bytes)
 
@@ -205,7 +206,7 @@ def _goes_straight(job: Job, alignment_bytes: int) -> bool:
 
 
 def _range_of(job: Job, checked: bool) -> tuple[int, int]:
-    """The bytes of the file that a job needs: whole blocks when they are checked."""
+    """Return the bytes of the file that a job needs: whole blocks when they are checked."""
     start, end = job.region.whole_blocks(job.start, job.end) if checked else (job.start, job.end)
     return job.region.start + start, job.region.start + end
 
@@ -285,7 +286,7 @@ def _do_extent(extent: _Extent, checked: bool, rings: Rings, later: DeviceChecks
 
 
 def _do_apart(extent: _Extent, error: StorageError, checked: bool, rings: Rings, later: DeviceChecks) -> list[Problem]:
-    """After an error only what really is not there is damaged, so each job gets a read of its own."""
+    """Read each job by itself after an error: only what really is not there is damaged."""
     if len(extent.jobs) == 1:
         return [_unread(extent.jobs[0], error)]
     alone = (_Extent(extent.source, 1, *_range_of(job, checked), [job]) for job in extent.jobs)
@@ -329,7 +330,7 @@ class DeviceChecks:
         ]
 
     def problems(self) -> list[Problem]:
-        """The damage in what has landed, every copy of which must be done."""
+        """Return the damage in what has landed, every copy of which must be done."""
         return [
             problem
             for device, blocks in self._landed.items()

@@ -79,7 +79,7 @@ def _fills(request: Request, checkpoint: Checkpoint, readers: int, later: Device
         elif target.is_cpu:
             yield from _to_memory(request.leaf, overlap, target, once, request.fresh)
         else:
-            # Only what nobody uses yet may hold bytes that are still to be checked.
+            # Only memory that nothing uses yet may hold bytes that are still to be checked.
             lands = request.fresh and later.takes(target.device)
             yield from _to_device(request.leaf, overlap, target, once, lands)
 

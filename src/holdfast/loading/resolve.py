@@ -1,4 +1,4 @@
-"""From what a person wrote to a checkpoint: a run, a folder, a manifest, a link, `RUN@SELECTOR`. One way for all."""
+"""Find the checkpoint that a user named: a run, a folder, a manifest, a link, `RUN@SELECTOR`. One way for all."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Location = str | os.PathLike[str] | Storage
 
 
 def resolve(location: Location, selector: str | int = "latest") -> Checkpoint:
-    """The one checkpoint that is meant, or an error: nothing else is taken in its place."""
+    """Return the one checkpoint that is meant, or raise: nothing else is taken in its place."""
     catalog, chosen = locate(location, selector)
     return catalog.find(chosen)
 
 
 def candidates(catalog: Catalog, selector: Selector) -> tuple[list[Checkpoint], list[Skipped]]:
-    """The checkpoints to try, in order, and what was passed over already.
+    """Return the checkpoints to try, in order, and what was rejected already.
 
     Only `latest` gives more than one: it asks for the newest sound checkpoint. An explicit request that finds nothing
     is an error; `latest` in a run without a checkpoint gives none. A manifest that cannot be read now is an error, too:
@@ -33,15 +33,15 @@ def candidates(catalog: Catalog, selector: Selector) -> tuple[list[Checkpoint], 
     if not selector.may_fall_back:
         return [catalog.find(selector)], []
     scan = catalog.scan()
-    damaged = known_damaged(scan)
+    found_damaged = known_damaged(scan)
     sound = [found for found in scan.checkpoints if not found.damage]
-    if not sound and (scan.damaged or damaged):
+    if not sound and (scan.damaged or found_damaged):
         raise not_found(catalog.storage, selector, scan)
-    return sound, [*scan.damaged, *damaged, *_newer_attempts(scan)]
+    return sound, [*scan.damaged, *found_damaged, *_newer_attempts(scan)]
 
 
 def locate(location: Location, selector: str | int = "latest") -> tuple[Catalog, Selector]:
-    """Which run is meant, and which of its checkpoints."""
+    """Return which run is meant, and which of its checkpoints."""
     if not isinstance(location, str | os.PathLike):
         return Catalog(open_storage(location)), parse_selector(selector)
     text = _require_path(os.fspath(location))
@@ -70,7 +70,7 @@ def _require_path(text: object) -> str:
 
 
 def _existing(text: str, selector: str | int) -> tuple[Path, str | int]:
-    """A path that is there wins over reading an `@` in it as a separator."""
+    """Return the path and the selector. A path that exists is taken whole, also with an `@` in it."""
     if not os.path.lexists(text) and "@" in text:
         text, selector = _split(text, selector)
     return Path(text), selector
@@ -90,7 +90,7 @@ def _split(text: str, selector: str | int) -> tuple[str, str | int]:
 
 
 def _at_path(path: Path, selector: str | int) -> tuple[Catalog, Selector]:
-    # Links such as `latest` are followed here, where a person named them; nothing inside of a run is ever followed.
+    # Links such as `latest` are followed here, where a user named them; nothing inside of a run is ever followed.
     real = path.resolve()
     if real.name == paths.MANIFEST and not real.is_dir():
         real = real.parent
@@ -108,7 +108,7 @@ def _at_path(path: Path, selector: str | int) -> tuple[Catalog, Selector]:
 
 
 def _newer_attempts(scan: Scan) -> list[Skipped]:
-    """Attempts at steps after the newest checkpoint: the ones a person may wonder about."""
+    """Return the attempts at steps after the newest checkpoint, which a user may look for."""
     newest = max((checkpoint.step for checkpoint in scan.checkpoints), default=-1)
     return [
         Skipped(name, "was never committed")

@@ -1,7 +1,7 @@
 """Hand restored state over to the live objects, in the one right order. Fitted components enter; nothing leaves.
 
-Components with a `load_state_dict` of their own come first: that is foreign code, which may refuse, and until then no
-tensor has changed. Then models and optimizers. The random state comes last: taking up the others may draw from it.
+Components with a `load_state_dict` of their own come first: that is code of the user, which may refuse, and until then
+no tensor has changed. Then models and optimizers. The random state comes last: taking up the others may draw from it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _take_up(fitted: Fitted, before: str) -> None:
 
 
 def _carry_learning_rates(restored: Sequence[str], components: Mapping[str, Any]) -> None:
-    """A scheduler that is restored without its optimizer must not leave the optimizer with the rate of step 0."""
+    """Give an optimizer the learning rates of a scheduler that was restored without it, not those of step 0."""
     optimizers = [unwrap(components[name]) for name in restored]
     for name in restored:
         scheduler = unwrap(components[name])

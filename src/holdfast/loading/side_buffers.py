@@ -14,7 +14,7 @@ import torch
 
 from holdfast.loading.requests import Request
 
-__all__ = ["Shadows", "room_on"]
+__all__ = ["SideBuffers", "room_on"]
 
 _SLAB_BYTES = 1 << 30
 # What torch itself aligns device memory to; any type may be seen at such a place.
@@ -22,7 +22,7 @@ _ALIGNMENT_BYTES = 512
 
 
 @dataclass(slots=True)
-class Shadows:
+class SideBuffers:
     """Live tensors and the memory that stands in for them. `rest` are the requests that there was no room for."""
 
     live: list[torch.Tensor] = field(default_factory=list)
@@ -33,26 +33,26 @@ class Shadows:
     @classmethod
     def of(cls, requests: Sequence[Request], room: Callable[[torch.device], int]) -> Self:
         """Take memory for as many of the requests as the room on their devices allows."""
-        shadows = cls()
+        buffers = cls()
         by_device: dict[torch.device, list[Request]] = {}
         for request in requests:
             # One that was made in inference mode takes no copy outside of it.
             if request.target.is_inference():
-                shadows.rest.append(request)
+                buffers.rest.append(request)
             else:
                 by_device.setdefault(request.target.device, []).append(request)
         for device, wanted in by_device.items():
-            shadows._take(wanted, device, room(device))
-        return shadows
+            buffers._take(wanted, device, room(device))
+        return buffers
 
     def fill(self) -> None:
-        """Copy what is held to the live tensors, and let go of it."""
+        """Copy what is held to the live tensors, and release it."""
         if self.live:
             torch._foreach_copy_(self.live, self.held)
         self.drop()
 
     def drop(self) -> None:
-        """Let go of what is held. The memory goes back to the devices: not only torch may need it."""
+        """Release what is held. The memory goes back to the devices: not only torch may need it."""
         on_gpu = any(held.is_cuda for held in self.held)
         self.live, self.held, self.requests = [], [], []
         if on_gpu:
@@ -76,7 +76,7 @@ class Shadows:
             self._hold(group, size, device)
 
     def _hold(self, requests: list[Request], size_bytes: int, device: torch.device) -> None:
-        """One piece of memory for all of them: to take it for each would cost more than to fill it."""
+        """Take one piece of memory for all of them: to take it for each would cost more than to fill it."""
         try:
             slab = torch.empty(size_bytes, dtype=torch.uint8, device=device)
         except (MemoryError, RuntimeError):  # torch's own errors of that kind are RuntimeErrors
@@ -93,7 +93,7 @@ class Shadows:
 
 
 def room_on(device: torch.device) -> int:
-    """How many bytes shadows may take on a device: what is free, but for a tenth of it all, or 2 GiB.
+    """Return how many bytes side buffers may take on a device: what is free, but for a tenth of it all, or 2 GiB.
 
     None in host memory: there the page cache has what was read, and new pages can cost far more than to read it again,
     where a virtual machine must get them from its host.

@@ -62,31 +62,31 @@ class LoadStrategy:
 
     @classmethod
     def weights_only(cls, **changes: object) -> Self:
-        """The models alone, and a run that starts at step 0."""
+        """Return a strategy for the models alone, and a run that starts at step 0."""
         return cls(**{"only": (MODULES,), "progress": False, **changes})  # type: ignore[arg-type]
 
     @classmethod
     def warm_start(cls, **changes: object) -> Self:
-        """Models and optimizers, and nothing that counts: schedulers, loaders, random state, the step stay new."""
+        """Return a strategy for models and optimizers; schedulers, loaders, random state and the step stay new."""
         return cls(**{"only": (MODULES, OPTIMIZERS), "progress": False, **changes})  # type: ignore[arg-type]
 
     def takes(self, component: str, kind: str) -> bool:
-        """Whether a component of this name and kind is to be restored."""
+        """Return whether a component of this name and kind is to be restored."""
         if component in self.skip:
             return False
         return self.only is None or component in self.only or any(_KINDS.get(name) == kind for name in self.only)
 
     def named(self) -> list[str]:
-        """The components that were named one by one: they must exist."""
+        """Return the components that were named one by one: they must exist."""
         return [name for name in (*(self.only or ()), *self.skip) if name not in _KINDS]
 
     def excluding(self, leaf: str) -> str | None:
-        """The first glob that excludes a leaf, or None."""
+        """Return the first glob that excludes a leaf, or None."""
         return next((glob for glob, pattern in _compiled(tuple(self.exclude)) if pattern.match(leaf)), None)
 
     def keeping_options(self, group: str) -> str | None:
-        """The first glob that keeps the live options of an optimizer's group, such as `optimizer.param_groups.0`. One
-        that is meant for tensors, such as `optimizer.*`, does not."""
+        """Return the first glob that keeps the live options of an optimizer's group, such as
+        `optimizer.param_groups.0`. One that is meant for tensors, such as `optimizer.*`, does not."""
         found = (glob for glob, pattern in _compiled(tuple(self.exclude)) if pattern.match(group))
         return next((glob for glob in found if "param_groups" in glob), None)
 

@@ -15,7 +15,7 @@ from holdfast.errors import CorruptCheckpointError
 from holdfast.loading.copy_ring import HostCarrier, Rings
 from holdfast.loading.read import check_bytes, read
 from holdfast.loading.requests import Request, size_of
-from holdfast.loading.side_buffers import Shadows
+from holdfast.loading.side_buffers import SideBuffers
 from holdfast.ondisk.regions import Box, whole
 from holdfast.runs.checkpoint import Checkpoint
 from holdfast.storage.local.disk import Disk
@@ -288,22 +288,22 @@ def test_a_damaged_piece_is_not_copied_from_its_slot(damaged: Path, way: str) ->
 
 @pytest.mark.guarantee("G7")
 @pytest.mark.parametrize("way", WAYS)
-def test_damage_for_a_shadow_changes_nothing_live(damaged: Path, way: str) -> None:
+def test_damage_in_a_side_buffer_changes_nothing_live(damaged: Path, way: str) -> None:
     checkpoint = open_run(damaged, WAYS[way]())
     live = whole_requests(checkpoint)
-    shadows = Shadows.of(live, lambda device: 1 << 40)
-    assert shadows.rest == []
-    assert len(read(checkpoint, shadows.requests, checked=True)) == 1
-    shadows.drop()
+    buffers = SideBuffers.of(live, lambda device: 1 << 40)
+    assert buffers.rest == []
+    assert len(read(checkpoint, buffers.requests, checked=True)) == 1
+    buffers.drop()
     assert all(not one.target.any() for one in live)
 
 
-def test_sound_bytes_reach_live_tensors_by_their_shadows(folder: Path) -> None:
+def test_sound_bytes_reach_live_tensors_by_their_side_buffers(folder: Path) -> None:
     checkpoint = open_run(folder)
     live = whole_requests(checkpoint)
-    shadows = Shadows.of(live, lambda device: 1 << 40)
-    assert read(checkpoint, shadows.requests, checked=True) == []
-    shadows.fill()
+    buffers = SideBuffers.of(live, lambda device: 1 << 40)
+    assert read(checkpoint, buffers.requests, checked=True) == []
+    buffers.fill()
     assert_exact(live)
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 
 from holdfast.loading.requests import Request
-from holdfast.loading.side_buffers import Shadows, room_on
+from holdfast.loading.side_buffers import SideBuffers, room_on
 from holdfast.ondisk.manifest import TensorRecord
 from holdfast.ondisk.regions import whole
 
@@ -24,38 +24,38 @@ def live(*shapes: tuple[int, ...]) -> list[Request]:
 def test_live_tensors_change_when_they_are_filled_and_not_before() -> None:
     requests = live((3, 5), (), (7,))
     requests.append(request(torch.zeros(4, 6).t()))
-    shadows = Shadows.of(requests, lambda device: 1 << 20)
-    assert shadows.rest == []
-    for number, one in enumerate(shadows.requests):
+    buffers = SideBuffers.of(requests, lambda device: 1 << 20)
+    assert buffers.rest == []
+    for number, one in enumerate(buffers.requests):
         assert one.fresh
         assert one.target.is_contiguous()
         assert one.target.shape == requests[number].target.shape
         one.target.fill_(number + 1)
     assert all(one.target.sum() == 0 for one in requests)
-    shadows.fill()
+    buffers.fill()
     assert [one.target.unique().item() for one in requests] == [1, 2, 3, 4]
-    assert not shadows.held, "and the memory is let go"
+    assert not buffers.held, "and the memory is let go"
 
 
-def test_shadows_of_neighbours_do_not_touch() -> None:
+def test_side_buffers_of_neighbours_do_not_touch() -> None:
     requests = live((1,), (3,), (1000,))
-    shadows = Shadows.of(requests, lambda device: 1 << 20)
-    places = sorted((one.target.data_ptr(), one.target.nbytes) for one in shadows.requests)
+    buffers = SideBuffers.of(requests, lambda device: 1 << 20)
+    places = sorted((one.target.data_ptr(), one.target.nbytes) for one in buffers.requests)
     assert all(start + size <= after for (start, size), (after, _) in pairwise(places))
 
 
 def test_what_there_is_no_room_for_is_left() -> None:
     requests = live((1000,), (10_000,), (1000,))
-    shadows = Shadows.of(requests, lambda device: 10_000)
-    assert [one.leaf.name for one in shadows.requests] == ["t0", "t2"]
-    assert shadows.rest == [requests[1]]
+    buffers = SideBuffers.of(requests, lambda device: 10_000)
+    assert [one.leaf.name for one in buffers.requests] == ["t0", "t2"]
+    assert buffers.rest == [requests[1]]
 
 
-def test_without_room_there_are_no_shadows_and_filling_them_is_nothing() -> None:
+def test_without_room_there_are_no_side_buffers_and_filling_them_is_nothing() -> None:
     requests = live((10,), (20,))
-    shadows = Shadows.of(requests, lambda device: 0)
-    assert shadows.rest == requests
-    shadows.fill()
+    buffers = SideBuffers.of(requests, lambda device: 0)
+    assert buffers.rest == requests
+    buffers.fill()
 
 
 def test_memory_that_is_not_given_is_no_error() -> None:
@@ -70,14 +70,14 @@ def test_memory_that_is_not_given_is_no_error() -> None:
 
     leaf = TensorRecord(name="huge", dtype="float32", shape=(1 << 58,), chunks=())
     wanted = Request(leaf, whole(leaf.shape), Huge(), fresh=False)
-    assert Shadows.of([wanted], lambda device: 1 << 61).rest == [wanted]
+    assert SideBuffers.of([wanted], lambda device: 1 << 61).rest == [wanted]
 
 
-def test_a_tensor_of_inference_mode_takes_no_copy_and_gets_no_shadow() -> None:
+def test_a_tensor_of_inference_mode_takes_no_copy_and_gets_no_side_buffer() -> None:
     with torch.inference_mode():
         tensor = torch.zeros(3)
-    assert len(Shadows.of([request(tensor)], lambda device: 1 << 20).rest) == 1
+    assert len(SideBuffers.of([request(tensor)], lambda device: 1 << 20).rest) == 1
 
 
-def test_host_memory_has_no_room_for_shadows() -> None:
+def test_host_memory_has_no_room_for_side_buffers() -> None:
     assert room_on(torch.device("cpu")) == 0
