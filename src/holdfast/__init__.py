@@ -58,7 +58,8 @@ if TYPE_CHECKING:
     from holdfast.runs.link_names import LinkTemplate
     from holdfast.runs.report import Report
     from holdfast.runs.retention import Decision, KeepAll, KeepBest, KeepEvery, KeepLast, KeepTagged
-    from holdfast.state.wrappers import PerRank, RNGState, Sharded, Shared, Trainable, get_rng_state, set_rng_state
+    from holdfast.state.rng import RNGState, get_rng_state, set_rng_state
+    from holdfast.state.wrappers import PerRank, Sharded, Shared, Trainable
 
 _HOME = {
     "CheckpointManager": "manager.manager",
@@ -81,12 +82,12 @@ _HOME = {
     "register_type": "ondisk.codec",
     "Checkpoint": "runs.checkpoint",
     "PerRank": "state.wrappers",
-    "RNGState": "state.wrappers",
+    "RNGState": "state.rng",
     "Sharded": "state.wrappers",
     "Shared": "state.wrappers",
     "Trainable": "state.wrappers",
-    "get_rng_state": "state.wrappers",
-    "set_rng_state": "state.wrappers",
+    "get_rng_state": "state.rng",
+    "set_rng_state": "state.rng",
     "build_train_state": "manager.functions",
     "restore_train_state": "manager.functions",
     "checkpoints": "manager.functions",

@@ -17,7 +17,8 @@ from holdfast.ondisk.manifest import TreeRecord
 from holdfast.runs.checkpoint import Checkpoint
 from holdfast.state.frozen import take_frozen
 from holdfast.state.names import holds_state, kind_of, unwrap
-from holdfast.state.wrappers import PerRank, RNGState
+from holdfast.state.rng import RNGState
+from holdfast.state.wrappers import PerRank
 
 __all__ = ["Matched", "match_components"]
 

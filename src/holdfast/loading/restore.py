@@ -17,7 +17,7 @@ from holdfast.errors import HoldfastError, StateMismatchError
 from holdfast.loading.match import Fitted
 from holdfast.state.loaders import shield_random_state
 from holdfast.state.names import is_stateful_loader, unwrap
-from holdfast.state.wrappers import RNGState, random_state_kept
+from holdfast.state.rng import RNGState, random_state_kept
 
 
 def restore_values(fitted: Sequence[Fitted], components: Mapping[str, Any]) -> None:

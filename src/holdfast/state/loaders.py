@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from holdfast.state.names import is_stateful_loader
-from holdfast.state.wrappers import get_rng_state, set_rng_state
+from holdfast.state.rng import get_rng_state, set_rng_state
 
 logger = logging.getLogger("holdfast")
 

@@ -16,7 +16,8 @@ from holdfast.errors import UsageError
 from holdfast.ondisk.paths import rank_scope, stage_scope
 from holdfast.ondisk.regions import Cut
 from holdfast.state.records import TreeKind
-from holdfast.state.wrappers import PerRank, RNGState, Sharded, Shared, Trainable, has_plain_state
+from holdfast.state.rng import RNGState
+from holdfast.state.wrappers import PerRank, Sharded, Shared, Trainable, has_plain_state
 
 # Wrappers that put a name of their own between a module and its parameters. A checkpoint has the model's own names.
 _WRAPPER_PARTS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}

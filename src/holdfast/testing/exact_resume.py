@@ -22,7 +22,7 @@ from holdfast.ondisk.codec import Json, plain, typed
 from holdfast.ondisk.decoding import from_json
 from holdfast.ondisk.manifest import TensorRecord, TreeRecord
 from holdfast.runs.checkpoint import Checkpoint
-from holdfast.state.wrappers import RNGState
+from holdfast.state.rng import RNGState
 from holdfast.testing.processes import StartMethod, run_ranks, values
 
 __all__ = ["assert_exact_resume"]

@@ -15,9 +15,10 @@ from holdfast.ondisk import paths
 from holdfast.ondisk.manifest import TensorRecord, TreeRecord
 from holdfast.ondisk.regions import Cut
 from holdfast.state.names import cuts_of, unwrap
+from holdfast.state.rng import random_state_kept
 from holdfast.state.state_dicts import component_state, live_subclasses
 from holdfast.state.tensors import held_piece, require_memory, torch_dtype
-from holdfast.state.wrappers import random_state_kept, state_of
+from holdfast.state.wrappers import state_of
 
 __all__ = ["Matching"]
 

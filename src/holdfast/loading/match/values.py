@@ -15,16 +15,9 @@ from holdfast.ondisk import paths
 from holdfast.ondisk.manifest import TreeRecord
 from holdfast.state.descriptions import differing_values
 from holdfast.state.names import is_loader, unwrap
+from holdfast.state.rng import RNGState, check_rng_state, random_state_kept
 from holdfast.state.state_dicts import load_values, tree_of
-from holdfast.state.wrappers import (
-    PerRank,
-    RNGState,
-    check_plain_state,
-    check_rng_state,
-    has_plain_state,
-    load_state,
-    random_state_kept,
-)
+from holdfast.state.wrappers import PerRank, check_plain_state, has_plain_state, load_state
 
 __all__ = ["match_values", "match_world"]
 
