@@ -28,7 +28,8 @@ if TYPE_CHECKING:
         UnsupportedFormatError,
         UsageError,
     )
-    from holdfast.formats.dcp import HoldfastReader, HoldfastWriter
+    from holdfast.formats.dcp.reader import HoldfastReader
+    from holdfast.formats.dcp.writer import HoldfastWriter
     from holdfast.loading.strategy import LoadStrategy
     from holdfast.manager.checkpointer import AsyncCheckpointer
     from holdfast.manager.functions import (

@@ -15,7 +15,8 @@ import torch
 from blake3 import blake3
 
 import holdfast
-from holdfast.loading.pipeline import LoadRequest, load
+from holdfast.loading.pipeline import load
+from holdfast.loading.records import LoadRequest
 from holdfast.loading.resolve import locate
 from holdfast.loading.strategy import LoadStrategy
 from holdfast.runs.catalog import Catalog

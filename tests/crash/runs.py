@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from holdfast.errors import HoldfastError
-from holdfast.loading.pipeline import LoadRequest, load
+from holdfast.loading.pipeline import load
+from holdfast.loading.records import LoadRequest
 from holdfast.loading.strategy import LoadStrategy
 from holdfast.ranks.base import Ranks
 from holdfast.ranks.single import Alone

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from holdfast.errors import HoldfastError, RunInUseError
-from holdfast.loading.pipeline import LoadRequest, load
+from holdfast.loading.pipeline import load
+from holdfast.loading.records import LoadRequest
 from holdfast.loading.strategy import LoadStrategy
 from holdfast.ranks.single import Alone
 from holdfast.runs.catalog import Catalog

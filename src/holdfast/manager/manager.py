@@ -17,9 +17,10 @@ from typing import Any, Literal, Self, TypeVar, get_args
 
 from holdfast.errors import CheckpointNotFoundError, ClosedError, HoldfastError, RunInUseError, UsageError
 from holdfast.loading.carrying import bound_to_ranks, carried_guards, carry
-from holdfast.loading.pipeline import Loaded, LoadRequest, NothingToLoad, Verify, load
+from holdfast.loading.pipeline import load
+from holdfast.loading.records import Loaded, LoadRequest, NothingToLoad
 from holdfast.loading.resolve import Location, locate
-from holdfast.loading.strategy import LoadStrategy
+from holdfast.loading.strategy import LoadStrategy, Verify
 from holdfast.manager.arguments import (
     Introduction,
     agree_on,

@@ -7,9 +7,11 @@ process group is gloo or NCCL.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
@@ -60,6 +62,11 @@ class _Word(msgspec.Struct, omit_defaults=True):
     label: str
     value: msgspec.Raw = msgspec.Raw(b"\xc0")
     error: dict[str, Any] | None = None
+    # Of a follower's word: how many it has taken back in this round.
+    retry: int = 0
+    # Of a choice: the ranks whose word it does not answer, and the `retry` of the words that it does, where not 0.
+    unheard: tuple[int, ...] = ()
+    retries: dict[int, int] = {}
 
 
 class _Losses:
@@ -86,6 +93,9 @@ class StoreRanks:
         self._warned = False
         self._losses = _Losses()
         self._losses_made_up = 0
+        self._retry = 0
+        self._open_rounds: list[int] = []
+        self._mismatched: dict[int, deque[str]] = {}
         self.rank = rank
         self.size = size
 
@@ -174,25 +184,70 @@ class StoreRanks:
         if_failed: Callable[[], None],
         if_silent: Callable[[], Choice] | None,
     ) -> tuple[_Word, BaseException | None]:
+        self._close_earlier_rounds()
         words, failure = self._collect(label, own)
+        while behind := self._behind(label, words):
+            self._leave_behind(label, own, behind)
+            words, failure = self._collect(label, own)
         choice, cause = _Word(label, error=failure), None
-        if failure is not None and not words and if_silent is not None:
+        if failure is not None and _first_failure(label, words) is None and if_silent is not None:
             without, _ = _say(label, if_silent)
             choice = without if without.error is None else choice
         elif failure is None:
             # Every rank answered in this round, so every rank has read the round before it: its keys may go.
             self._sweep()
-            choice, cause = _say(label, lambda: choose([from_msgpack(word.value, sends) for word in words]))
+            answers = [words[rank].value for rank in range(self.size)]
+            choice, cause = _say(label, lambda: choose([from_msgpack(answer, sends) for answer in answers]))
         if choice.error is not None:
             if_failed()
+        # A rank that is in a call to which the leader comes later must wait for it there.
+        ahead = [rank for rank, word in words.items() if word.label != label and label in self._mismatches(rank)]
+        self._conclude(choice, {rank: word for rank, word in words.items() if rank not in ahead})
+        self._note_mismatches(label, words)
+        return choice, cause
+
+    def _close_earlier_rounds(self) -> None:
+        """Let the others pass over rounds in which the leader was interrupted, or lost the store, before its choice."""
+        self._open_rounds.append(self._round)
+        for number in self._open_rounds[:-1]:
+            everyone = tuple(range(1, self.size))
+            self._leftover += self._publish(f"{self._name}/{number}/choice", _Word("", unheard=everyone))
+
+    def _conclude(self, choice: _Word, answered: dict[int, _Word]) -> None:
+        """Publish the choice of this round, which answers these words."""
+        choice.unheard = tuple(rank for rank in range(1, self.size) if rank not in answered)
+        choice.retries = {rank: word.retry for rank, word in answered.items() if word.retry}
         self._leftover += self._publish(self._choice_key(), choice)
         self._leftover += [self._answer_key(rank) for rank in range(1, self.size)]
         self._leftover += [self._pulse_key(rank) for rank in range(self.size)]
-        return choice, cause
+        self._open_rounds.clear()
 
-    def _collect(self, label: str, own: _Word) -> tuple[list[_Word], dict[str, Any] | None]:
-        """Return every rank's message, or the first failure as soon as it is known; no messages when ranks did not
-        answer in time."""
+    def _mismatches(self, rank: int) -> deque[str]:
+        """Return the labels in which a rank did not meet the others, since the last round in which all met."""
+        return self._mismatched.setdefault(rank, deque(maxlen=_REMEMBERED_WORDS))
+
+    def _note_mismatches(self, label: str, words: dict[int, _Word]) -> None:
+        if any(word.label != label for word in words.values()):
+            for rank, word in words.items():
+                self._mismatches(rank).append(word.label)
+        elif len(words) == self.size:
+            self._mismatched.clear()
+
+    def _behind(self, label: str, words: dict[int, _Word]) -> dict[int, _Word]:
+        """Return the messages of ranks that reached a call which has failed here already."""
+        if words[0].error is not None:
+            return {}
+        failed = self._mismatches(0)
+        return {rank: word for rank, word in words.items() if word.label != label and word.label in failed}
+
+    def _leave_behind(self, label: str, own: _Word, behind: dict[int, _Word]) -> None:
+        """Have these calls fail, as they did here, and wait for all ranks in the next round."""
+        self._conclude(_Word("", error=_first_failure(label, {0: own, **behind})), behind)
+        self._round += 1
+        self._open_rounds.append(self._round)
+
+    def _collect(self, label: str, own: _Word) -> tuple[dict[int, _Word], dict[str, Any] | None]:
+        """Return the messages of the ranks and the first failure as soon as it is known; all of them when there is none."""
         words: dict[int, _Word] = {0: own}
         deadline = time.monotonic() + self._timeout_seconds
         pause = _FIRST_PAUSE_SECONDS
@@ -200,16 +255,17 @@ class StoreRanks:
             for rank in range(1, self.size):
                 if rank not in words:
                     word = self._receive(self._answer_key(rank))
-                    if word is not None:
+                    # One without a label was taken back.
+                    if word is not None and word.label:
                         words[rank] = word
                         pause = _FIRST_PAUSE_SECONDS
             failure = _first_failure(label, words)
             if failure is not None or len(words) == self.size:
-                return [words[rank] for rank in sorted(words)], failure
+                return words, failure
             if time.monotonic() > deadline:
                 silent = [rank for rank in range(self.size) if rank not in words]
                 if not self._all_alive(silent):
-                    return [], error_record(self._nobody(label, silent))
+                    return words, error_record(self._nobody(label, silent))
                 deadline = time.monotonic() + self._timeout_seconds
             self._store.pause(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE_SECONDS)
@@ -217,22 +273,41 @@ class StoreRanks:
     def _take_part(self, label: str, word: _Word) -> _Word:
         """Send a follower's message and return the leader's choice.
 
-        After a round in which this rank lost the leader, the leader may have gone through rounds that this rank never
-        came to. Those have other labels, and are passed over.
+        The leader may have gone through rounds that this rank never came to, alone or after this rank lost it. Those do
+        not answer this word, or have other labels, and are passed over. A word that nobody answered is taken back: the
+        next call of this rank is for the same round.
         """
         losses = self._losses.count
         try:
+            word.retry = self._retry
             self._publish(self._answer_key(self.rank), word)
             choice = self._follow(label)
-            while choice.label != label and losses != self._losses_made_up:
+            while self._is_for_other_call(choice, label, lost=losses != self._losses_made_up):
                 self._round += 1
+                word.retry = self._retry = 0
                 self._publish(self._answer_key(self.rank), word)
                 choice = self._follow(label)
-        except BaseException:
+        except BaseException as error:
             self._losses.count += 1
+            if not isinstance(error, Exception):
+                self._take_back()
+            self._round -= 1
+            self._retry += 1
             raise
         self._losses_made_up = losses
+        self._retry = 0
         return choice
+
+    def _is_for_other_call(self, choice: _Word, label: str, *, lost: bool) -> bool:
+        unheard = self.rank in choice.unheard
+        if not unheard and choice.retries.get(self.rank, 0) != self._retry:
+            return True
+        # One without a label, as the leader sends it to a rank that is behind, is meant for this very call.
+        return choice.label != label and (unheard or (lost and choice.label != ""))
+
+    def _take_back(self) -> None:
+        with contextlib.suppress(Exception):
+            self._publish(self._answer_key(self.rank), _Word(""))
 
     def _follow(self, label: str) -> _Word:
         deadline = time.monotonic() + self._timeout_seconds + _GRACE_SECONDS
@@ -243,6 +318,7 @@ class StoreRanks:
                 return word
             if time.monotonic() > deadline:
                 if not self._all_alive([0]):
+                    self._take_back()
                     raise self._nobody(label, [0])
                 deadline = time.monotonic() + self._timeout_seconds + _GRACE_SECONDS
             self._store.pause(pause)
@@ -285,7 +361,7 @@ class StoreRanks:
             f"rank {names} did not answer within {self._timeout_seconds:g} s in '{label}'",
             ranks=silent,
             timeout_seconds=self._timeout_seconds,
-            advice="look at that rank's log; raise timeout= if it is only slow",
+            advice="look at that rank's log; raise timeout= if it is only slow; make this call on every rank",
         )
 
     def _answer_key(self, rank: int) -> str:

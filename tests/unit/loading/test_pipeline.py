@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.loading.pipeline import LoadRequest, load
+from holdfast.loading.pipeline import load
+from holdfast.loading.records import LoadRequest
 from holdfast.loading.strategy import LoadStrategy
 from holdfast.ondisk.codec import encode
 from holdfast.ranks.base import Ranks

@@ -14,7 +14,7 @@ import pytest
 
 import holdfast
 from holdfast.errors import KeyMissingError
-from holdfast.loading.pipeline import Verify
+from holdfast.loading.strategy import Verify
 from holdfast.manager.triggers import At, Every, OnLastStep, OnSignal, TimeLimit
 from holdfast.plugins import config as configuration
 from holdfast.plugins.config import CheckpointConfig

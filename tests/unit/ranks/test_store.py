@@ -461,7 +461,8 @@ def test_a_rank_that_gave_the_leader_up_finds_the_round_in_which_the_leader_is_b
         behind = ranks.branch("behind")
         assert given_up.wait(30)
         # All that belonged to the work that the other rank has given up.
-        assert on_leader(ranks, "first work", lambda: 1, returns=int) == 1
+        with pytest.raises(RankError):
+            on_leader(ranks, "first work", lambda: 1, returns=int)
         for number in range(missed):
             with pytest.raises(RankError):
                 on_leader(ranks, f"part {number} of the first work", lambda: 2, returns=int)
@@ -496,6 +497,131 @@ def test_ranks_that_call_different_things_are_told_so_at_once(odd_one: int) -> N
     assert "'save'" in raised.problem
     assert "'restore'" in raised.problem
     assert raised.ranks == ((odd_one,) if odd_one else (1,))
+
+
+def outcomes_of(ranks: Ranks, labels: list[str]) -> dict[str, str]:
+    """Call these, one after the other: of each the error, empty where there was none."""
+    seen: dict[str, str] = {}
+    for label in labels:
+        try:
+            assert on_leader(ranks, label, lambda: 7, returns=int) == 7
+        except RankError as error:
+            seen[label] = str(error)
+        else:
+            seen[label] = ""
+    return seen
+
+
+@pytest.mark.guarantee("G5")
+@pytest.mark.guarantee("G6")
+@pytest.mark.parametrize(
+    ("size", "alone", "extra"),
+    [
+        (2, 0, 1),
+        (2, 0, 3),
+        (4, 0, 2),
+        pytest.param(2, 1, 1, marks=pytest.mark.slow),
+        pytest.param(2, 1, 2, marks=pytest.mark.slow),
+        pytest.param(4, 3, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_after_calls_that_one_rank_made_alone_those_of_all_ranks_work(size: int, alone: int, extra: int) -> None:
+    store, meet = DictStore(), threading.Barrier(size)
+    mistaken, common = [f"alone {number}" for number in range(extra)], ["all 1", "all 2", "all 3"]
+
+    def work(ranks: Ranks) -> Any:
+        first = outcomes_of(ranks, mistaken) if ranks.rank == alone else {}
+        seen = []
+        for label in common:
+            meet.wait(60)
+            seen.append(outcomes_of(ranks, [label])[label])
+        return first, seen
+
+    outcomes = in_threads(size, work, lambda rank: store, timeout_seconds=TIMEOUT_SECONDS)
+    assert [seen for _, seen in outcomes] == [["", "", ""]] * size, outcomes
+    for label, error in outcomes[alone][0].items():
+        assert "did not answer" in error
+        assert f"'{label}'" in error
+
+
+@pytest.mark.guarantee("G5")
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_call_that_the_leader_made_alone_fails_the_next_one_of_the_same_name_and_no_other(size: int) -> None:
+    """Whether the other ranks were only slow cannot be told apart here."""
+    store, meet = DictStore(), threading.Barrier(size)
+
+    def work(ranks: Ranks) -> list[str]:
+        seen = [outcomes_of(ranks, ["annotate"])["annotate"]] if ranks.rank == 0 else []
+        for label in ("annotate", "save 1", "save 2"):
+            meet.wait(60)
+            seen.append(outcomes_of(ranks, [label])[label])
+        return seen
+
+    leader, *others = in_threads(size, work, lambda rank: store, timeout_seconds=TIMEOUT_SECONDS)
+    assert leader[2:] == ["", ""], leader
+    assert all("did not answer" in error for error in leader[:2])
+    for first, *rest in others:
+        assert "did not answer" in first
+        assert rest == ["", ""]
+
+
+@pytest.mark.guarantee("G5")
+@pytest.mark.guarantee("G6")
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("extra", [1, 2])
+@pytest.mark.parametrize("alone", [0, 1])
+def test_ranks_that_are_some_calls_apart_are_told_so_and_meet_again_without_waiting(
+    alone: int, extra: int, size: int
+) -> None:
+    """One rank makes a few calls more than the others, and nothing but these calls keeps the ranks together."""
+    common = [f"all {number}" for number in range(8)]
+
+    def work(ranks: Ranks) -> dict[str, str]:
+        mistaken = [f"alone {number}" for number in range(extra)] if ranks.rank == alone else []
+        return outcomes_of(ranks, mistaken + common)
+
+    start = time.monotonic()
+    outcomes = simulate_ranks(size, work, timeout_seconds=60)
+    assert time.monotonic() - start < 60, "nobody waited for the time limit"
+    for label in common:
+        failed = {bool(outcome[label]) for outcome in outcomes}
+        assert len(failed) == 1, f"'{label}' had different ends: {outcomes}"
+    assert [outcomes[0][label] for label in common[2 * extra :]] == [""] * (8 - 2 * extra), outcomes[0]
+    assert "'alone 0'" in outcomes[alone]["alone 0"]
+    assert "'all 0'" in outcomes[alone]["alone 0"]
+
+
+class InterruptedStore(DictStore):
+    """A store at which the process is interrupted once, while it waits."""
+
+    def __init__(self, values: dict[str, bytes]) -> None:
+        super().__init__()
+        self.values, self.armed = values, False
+
+    def pause(self, seconds: float) -> None:
+        if self.armed:
+            self.armed = False
+            raise KeyboardInterrupt
+        super().pause(seconds)
+
+
+@pytest.mark.guarantee("G5")
+@pytest.mark.parametrize("interrupted", [0, 1])
+def test_after_an_interrupt_while_a_rank_waits_the_ranks_meet_again(interrupted: int) -> None:
+    values: dict[str, bytes] = {}
+    stores = [InterruptedStore(values) for _ in range(2)]
+    stores[interrupted].armed = True
+    meet = threading.Event()
+
+    def work(ranks: Ranks) -> list[str]:
+        if ranks.rank == interrupted:
+            with pytest.raises(KeyboardInterrupt):
+                on_leader(ranks, "alone", lambda: 7, returns=int)
+            meet.set()
+        assert meet.wait(60)
+        return list(outcomes_of(ranks, ["all 1", "all 2"]).values())
+
+    assert in_threads(2, work, lambda rank: stores[rank], timeout_seconds=10) == [["", ""]] * 2
 
 
 # The store
