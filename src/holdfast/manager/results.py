@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from holdfast.errors import CheckpointNotFoundError, HoldfastError, KeyMissingError
+from holdfast.errors import HoldfastError, KeyMissingError
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint
 from holdfast.saving.background import PendingSave, Saved
@@ -40,21 +40,19 @@ class SaveHandle:
     def wait(self) -> Checkpoint:
         """The committed checkpoint, as soon as it is; raises what failed.
 
-        The outcome is the same on every rank. On one that cannot read the manifest, `step`, `folder`, `path`, `digest`,
-        `sequence` and `size_bytes` are what the leader committed, and everything else is read when it is asked for.
+        The outcome is the same on every rank. On one that cannot read the manifest, or where retention has removed the
+        checkpoint since, `step`, `folder`, `path`, `digest`, `sequence` and `size_bytes` are what the leader committed,
+        and everything else is read when it is asked for.
         """
         saved = self._pending.result()
         if self._checkpoint is not None:
             return self._checkpoint
         try:
             self._checkpoint = self._read(saved)
-        except KeyMissingError as error:
-            raise CheckpointNotFoundError(
-                f"the checkpoint was committed in {saved.folder}, which was removed since",
-                run=self._catalog.storage.url,
-                step=self.step,
-                advice="retention or another process removed it; save a step that keep= keeps, or tag it",
-            ) from error
+        except KeyMissingError:
+            # No error: another rank may have read it before it was removed.
+            logger.info("step %d was committed in %s, which was removed since", self.step, saved.folder)
+            return self._announced(saved)
         except HoldfastError as error:
             logger.warning(
                 "step %d is committed in %s, but this process cannot read its records now: %s",
@@ -63,10 +61,13 @@ class SaveHandle:
                 error,
             )
             # Not kept: the next call tries again.
-            return self._catalog.announced(
-                saved.folder, self.step, saved.digest, sequence=saved.sequence, size_bytes=saved.size_bytes
-            )
+            return self._announced(saved)
         return self._checkpoint
+
+    def _announced(self, saved: Saved) -> Checkpoint:
+        return self._catalog.announced(
+            saved.folder, self.step, saved.digest, sequence=saved.sequence, size_bytes=saved.size_bytes
+        )
 
     def _read(self, saved: Saved) -> Checkpoint:
         found = self._pending.checkpoint or self._catalog.read(saved.folder)

@@ -247,7 +247,7 @@ class StoreRanks:
         self._open_rounds.append(self._round)
 
     def _collect(self, label: str, own: _Word) -> tuple[dict[int, _Word], dict[str, Any] | None]:
-        """Return the messages of the ranks and the first failure as soon as it is known; all of them when there is none."""
+        """Return the messages of the ranks and the first failure as soon as it is known; all when there is none."""
         words: dict[int, _Word] = {0: own}
         deadline = time.monotonic() + self._timeout_seconds
         pause = _FIRST_PAUSE_SECONDS

@@ -293,7 +293,14 @@ class _UnreadHead:
         return getattr(self._read().head, name)
 
     def _read(self) -> Checkpoint:
-        found = self._catalog.read(self.folder)
+        try:
+            found = self._catalog.read(self.folder)
+        except KeyMissingError as error:
+            raise CheckpointNotFoundError(
+                f"the checkpoint was committed in {self.folder}, which was removed since",
+                run=self._catalog.storage.url,
+                advice="retention or another process removed it; save a step that keep= keeps, or tag it",
+            ) from error
         if found.digest != self._digest:
             raise CorruptCheckpointError(
                 "this manifest is not the one that was committed", file=paths.key(self.folder, paths.MANIFEST)

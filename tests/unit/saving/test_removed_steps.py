@@ -71,8 +71,10 @@ def test_a_step_whose_checkpoint_goes_during_its_save_is_there_already_or_saved_
             assert found.folder == "step-000000001.2"
             assert (found.tags, found.metrics) == (tuple(said.get("tag", "").split()), said.get("metrics", {}))
         elif gone:
+            found = handle.wait()
+            assert (found.step, found.folder) == (1, "step-000000001")
             with pytest.raises(holdfast.CheckpointNotFoundError, match="removed since"):
-                handle.wait()
+                _ = found.progress
         else:
             assert handle.skipped
             assert handle.wait().folder == "step-000000001"
