@@ -101,6 +101,61 @@ def save_together(rank: int, notes: Path, manager: holdfast.CheckpointManager) -
     return saved
 
 
+def kill_the_leader(rank: int, run: Path, mode: str, while_saving: bool) -> Any:
+    """Save once, kill the leader, which hosts the store, and make every call on the other rank."""
+    dist.init_process_group("gloo")
+    manager = manager_of(
+        run,
+        {"model": holdfast.Shared(sharded_model(1))},
+        mode=mode,
+        timeout=DEATH_TIMEOUT_SECONDS,
+        links=False,
+        save=holdfast.Every(steps=1),
+    )
+    manager.save(1, wait=True)
+    dist.barrier()
+    calls = {
+        "save": lambda: manager.save(2, wait=True),
+        "restore": lambda: manager.restore(),
+        "report": lambda: manager.report(1, {"loss": 1.0}),
+        "tag": lambda: manager.tag(1, "milestone"),
+        "prune": lambda: manager.prune(),
+        "step": lambda: manager.step(3),
+    }
+    if rank == 0 and while_saving:
+        stop(own_writer())
+        manager.save(2)
+        wait_for(lambda: (run.parent / "notes" / "staged").exists(), PATIENCE_SECONDS)
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if while_saving:
+        handle = manager.save(2)
+        note(run.parent / "notes", "staged", 0)
+        calls = {"wait": handle.wait, **calls}
+    errors, begin = {}, time.monotonic()
+    for name, call in calls.items():
+        errors[name] = caught(call)
+    return errors, time.monotonic() - begin, caught(manager.close)
+
+
+@pytest.mark.guarantee("G5")
+@pytest.mark.parametrize(("mode", "while_saving"), [("sync", False), ("async", False), ("async", True)])
+def test_a_leader_that_is_killed_with_the_store_is_named_by_every_call(
+    mode: str, while_saving: bool, tmp_path: Path
+) -> None:
+    outcomes = run_ranks(2, kill_the_leader, tmp_path / "run", mode, while_saving, backend=None)
+    assert outcomes[0].exit_code == -signal.SIGKILL
+    errors, seconds, _ = outcomes[1].unwrap()
+    for name, error in errors.items():
+        assert isinstance(error, RankError), (name, error)
+        assert error.ranks == (0,), name
+        assert "127.0.0.1:" in str(error), name
+        assert "which rank 0 hosts" in str(error), name
+    if while_saving:
+        assert "not committed so far" in str(errors["wait"])
+    assert seconds < 2 * DEATH_TIMEOUT_SECONDS + GRACE_SECONDS + 20
+
+
 @pytest.mark.guarantee("G5")
 @pytest.mark.parametrize(
     ("scene", "mode", "hosted"),

@@ -1,5 +1,6 @@
 """A connection to torch.distributed's store on which every call ends in bounded time. A store enters; its answers
-leave, or a `RankError` when the process that hosts the store does not answer. Knows nothing of what the ranks agree on.
+leave, or a `RankError` when the process that hosts the store is gone or does not answer. Knows nothing of what the
+ranks agree on.
 
 A TCPStore waits for the answer to a message without a time limit, so a host that is stopped or cut off would hold every
 rank that asks. The socket of the connection is given a limit instead, which costs nothing per call. A connection that
@@ -42,19 +43,26 @@ class Connection:
         self._timeout_seconds = min(timeout_seconds, _LONGEST_SECONDS)
         self._opening: _Opening | None = _Opening(original, self._timeout_seconds)
         self._client: Any = None
+        self._lost = ""
         self._take_opened(self._timeout_seconds)
 
+    @property
+    def is_open(self) -> bool:
+        return self._client is not None
+
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the store. Raise a `RankError` when the host does not answer within the time limit, and at
-        once as long as it has not answered since."""
+        """Call a method of the store. Raise a `RankError` when the connection breaks, because the host is gone, or when
+        the host does not answer within the time limit, and at once as long as it has not answered since."""
         if self._client is None:
             self._take_opened(min(_RECOVERY_SECONDS, self._timeout_seconds))
         begin = time.monotonic()
         try:
             return getattr(self._client, method)(*arguments)
         except RuntimeError as error:
-            if time.monotonic() - begin < self._timeout_seconds * _CLOCK_TOLERANCE:
+            early = time.monotonic() - begin < self._timeout_seconds * _CLOCK_TOLERANCE
+            if early and not _is_broken(error):
                 raise
+            self._lost = _first_line(error) if early else ""
             self._client, self._opening = None, _Opening(self._original, self._timeout_seconds)
             raise self._no_answer() from error
 
@@ -64,14 +72,23 @@ class Connection:
         if not opening.done.wait(seconds):
             raise self._no_answer()
         self._opening = None
+        if opening.error is not None and _is_broken(opening.error):
+            self._lost = self._lost or _first_line(opening.error)
+            raise self._no_answer() from opening.error
         if opening.error is not None:
             raise opening.error
-        self._client = opening.client
+        self._client, self._lost = opening.client, ""
 
     def _no_answer(self) -> RankError:
+        store = f"the store of torch.distributed{_address(self._original)}, which {_host()} hosts,"
+        if self._lost:
+            return RankError(
+                f"{store} cannot be reached: {self._lost}",
+                ranks=[0],
+                advice="look whether that process has ended; if it has, start the training again",
+            )
         return RankError(
-            f"the store of torch.distributed{_address(self._original)}, which {_host()} hosts, "
-            f"did not answer within {self._timeout_seconds:g} s",
+            f"{store} did not answer within {self._timeout_seconds:g} s",
             ranks=[0],
             timeout_seconds=self._timeout_seconds,
             advice="look whether that process is stopped or its machine cut off; calls fail at once until it answers",
@@ -106,6 +123,8 @@ def _cloned(store: Any) -> Any:
     try:
         # A handle of its own: the original one is locked while the training itself waits on it.
         return store.clone()
+    except dist.DistNetworkError:
+        raise
     except (AttributeError, NotImplementedError, RuntimeError, dist.DistError) as error:
         logger.info(
             "the store of torch.distributed cannot be cloned, so agreements wait for its other users: %s", error
@@ -133,6 +152,17 @@ def _limit(client: Any, timeout_seconds: float) -> None:
     with socket.socket(fileno=os.dup(int(found.group(1)))) as handle:
         handle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         handle.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+
+def _is_broken(error: Exception) -> bool:
+    """Whether the connection is at fault, and not what was asked."""
+    import torch.distributed as dist
+
+    return isinstance(error, dist.DistNetworkError)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0].strip() or type(error).__name__
 
 
 def _address(store: Any) -> str:

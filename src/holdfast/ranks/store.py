@@ -450,7 +450,7 @@ class _TorchStore:
     def get(self, key: str) -> bytes | None:
         # `get` alone would wait, and a wait that ends prints warnings and cannot be interrupted. To compare with what
         # no value is answers at once, in one message instead of two, and changes nothing.
-        call = self._connection.call
+        call, was_open = self._connection.call, self._connection.is_open
         if self._compares:
             try:
                 found = bytes(call("compare_set", key, _NO_VALUE, _NO_VALUE))
@@ -460,11 +460,16 @@ class _TorchStore:
             except RuntimeError as error:
                 # The other way shows whether the store is gone. If it is not, the next call takes this way again.
                 self._note_failure(error)
+            except RankError as error:
+                # A connection that broke now is opened again; a host that did not answer has had its time.
+                if not was_open or error.fields.get("timeout_seconds") is not None:
+                    raise
+                self._note_failure(error)
             else:
                 return None if found == _NO_VALUE.encode() else found
         return bytes(call("get", key)) if call("check", [key]) else None
 
-    def _note_failure(self, error: RuntimeError) -> None:
+    def _note_failure(self, error: Exception) -> None:
         if not self._warned:
             self._warned = True
             logger.warning("the store of torch.distributed failed once, and is asked again: %s", error)

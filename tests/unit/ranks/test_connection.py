@@ -100,6 +100,25 @@ def test_a_host_that_is_stopped_is_named_in_time_and_calls_work_again_when_it_co
 
 
 @pytest.mark.guarantee("G5")
+@pytest.mark.parametrize("call", CALLS.values(), ids=list(CALLS))
+def test_a_host_that_is_gone_is_named_in_time(call: Callable[[Connection], Any]) -> None:
+    process = subprocess.Popen([sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    port = int(process.stdout.readline())
+    connection = Connection(PrefixStore("x", TCPStore("127.0.0.1", port, is_master=False)), TIMEOUT_SECONDS)
+    connection.call("set", "a", b"1")
+    process.kill()
+    process.communicate()
+    for _ in range(3):
+        error, seconds = seconds_of_failure(lambda: call(connection))
+        assert seconds < PATIENCE_SECONDS
+        assert error.ranks == (0,)
+        assert "which rank 0 hosts, cannot be reached: " in str(error)
+        assert f"127.0.0.1:{port}" in str(error)
+        assert "\n" not in str(error)
+
+
+@pytest.mark.guarantee("G5")
 def test_a_connection_to_a_host_that_is_stopped_is_given_up_in_time(host: tuple[int, int]) -> None:
     process, port = host
     original = TCPStore("127.0.0.1", port, is_master=False)
