@@ -19,8 +19,8 @@ from holdfast.ondisk.manifest import TensorRecord, TreeRecord
 from holdfast.ondisk.paths import is_rank_scope
 from holdfast.ondisk.regions import whole
 from holdfast.runs.checkpoint import Checkpoint
-from holdfast.state.records import CapturedTree, CarriedTree
 from holdfast.state.tensors import torch_dtype
+from holdfast.state.trees import CapturedTree, CarriedTree
 
 __all__ = ["bound_to_ranks", "carry", "carried_guards"]
 

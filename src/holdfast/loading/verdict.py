@@ -15,9 +15,10 @@ from holdfast.errors import StateMismatchError, UsageError
 from holdfast.loading.guards import check_guards
 from holdfast.loading.records import LoadRequest
 from holdfast.loading.strategy import LoadStrategy
+from holdfast.ranks.wording import ranks_in_words
 from holdfast.runs.checkpoint import Checkpoint
 from holdfast.state.frozen import frozen_guards
-from holdfast.state.records import FrozenEntry, ranks_in_words
+from holdfast.state.trees import FrozenEntry
 
 logger = logging.getLogger("holdfast")
 

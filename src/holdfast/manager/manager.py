@@ -60,9 +60,9 @@ from holdfast.saving.pipeline import Saver
 from holdfast.saving.plan import Replicas
 from holdfast.saving.stage import ChosenMode
 from holdfast.state.names import cuts_of, follow_models, kind_of, refuse_flat_parameters, unwrap
-from holdfast.state.records import CarriedTree
 from holdfast.state.rng import RNGState
 from holdfast.state.state_dicts import check_components
+from holdfast.state.trees import CarriedTree
 from holdfast.state.wrappers import Sharded, check_covers
 from holdfast.storage.base import Storage
 from holdfast.storage.registry import open_storage, same_place, storage_for

@@ -18,9 +18,9 @@ from holdfast.errors import UsageError
 from holdfast.ondisk import paths
 from holdfast.ondisk.manifest import MeshRecord
 from holdfast.ondisk.regions import Cut, whole
+from holdfast.saving.messages import Inventory, PartEntry, TreeEntry
 from holdfast.state.frozen import take_frozen
 from holdfast.state.names import cut_at, cuts_of, models_of, random_state_last, scope_of
-from holdfast.state.records import CapturedTree, CarriedTree, FrozenEntry, Inventory, PartEntry, TreeEntry
 from holdfast.state.state_dicts import component_state, tree_of
 from holdfast.state.structure_cache import Remembered, remember
 from holdfast.state.tensors import (
@@ -32,6 +32,7 @@ from holdfast.state.tensors import (
     ranks_of,
     whole_shape,
 )
+from holdfast.state.trees import CapturedTree, CarriedTree, FrozenEntry
 
 _PIECE_BYTES = 32 << 20
 

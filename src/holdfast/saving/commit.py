@@ -14,7 +14,7 @@ from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.lease import require_number
 from holdfast.runs.run_record import open_run
 from holdfast.saving.facts import Facts, Listing
-from holdfast.state.records import Receipt
+from holdfast.saving.messages import Receipt
 
 
 def commit(

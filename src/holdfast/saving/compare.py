@@ -16,7 +16,8 @@ import torch
 from blake3 import blake3
 
 from holdfast.errors import UsageError
-from holdfast.state.records import Brief, ReplicaSet, Sample, ranks_in_words
+from holdfast.ranks.wording import ranks_in_words
+from holdfast.saving.messages import Brief, ReplicaSet, Sample
 from holdfast.state.tensors import host_pieces, is_dense, is_host_memory, memory_at
 
 WINDOW_BYTES = 32 << 10

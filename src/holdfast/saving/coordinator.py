@@ -40,9 +40,10 @@ from holdfast.runs.run_record import open_run
 from holdfast.saving.background import Saved
 from holdfast.saving.compare import Watch
 from holdfast.saving.facts import Facts, Listing
+from holdfast.saving.messages import SAID, Brief, Duty, Inventory, SavePlan
 from holdfast.saving.plan import GlobalPlan, Replicas, plan
 from holdfast.state.frozen import frozen_guards
-from holdfast.state.records import SAID, Brief, CarriedTree, Duty, FrozenEntry, Inventory, SavePlan
+from holdfast.state.trees import CarriedTree, FrozenEntry
 
 logger = logging.getLogger("holdfast")
 

@@ -18,7 +18,7 @@ from holdfast.ondisk.files import PlainFile, TensorFile
 from holdfast.ondisk.manifest import BLOCK_BYTES
 from holdfast.ondisk.regions import whole
 from holdfast.ondisk.safetensors import Frame, FramedChunk, frame
-from holdfast.state.records import Duty, Inventory
+from holdfast.saving.messages import Duty, Inventory
 from holdfast.state.tensors import source_of
 
 MAX_FILE_BYTES = 4 << 30

@@ -52,6 +52,7 @@ from holdfast.saving.compare import Sampler, digest_parts, digest_sets
 from holdfast.saving.coordinator import Leader, SaveRequest, digests_of
 from holdfast.saving.facts import Listing
 from holdfast.saving.files import FileLayout, asset_files, lay_out, stage, values_file
+from holdfast.saving.messages import Brief, Duty, Inventory, Receipt, ReplicaSet, SavePlan
 from holdfast.saving.plan import Replicas
 from holdfast.saving.stage import (
     ChosenMode,
@@ -68,7 +69,6 @@ from holdfast.saving.writer.client import Writer, start_writer
 from holdfast.saving.writer.messages import Image, Job, Layout, PlainImage
 from holdfast.state.memory import collector_paused
 from holdfast.state.names import unwrap
-from holdfast.state.records import Brief, Duty, Inventory, Receipt, ReplicaSet, SavePlan
 from holdfast.storage.base import Storage
 from holdfast.storage.registry import same_place
 

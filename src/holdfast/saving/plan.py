@@ -22,7 +22,8 @@ from holdfast.ondisk.codec import Json
 from holdfast.ondisk.dtypes import ELEMENT_TYPES
 from holdfast.ondisk.merging import references, union_of
 from holdfast.ondisk.regions import Box, cover_exactly
-from holdfast.state.records import Duty, Inventory, PartEntry, ReplicaSet, TreeEntry, ranks_in_words
+from holdfast.ranks.wording import ranks_in_words
+from holdfast.saving.messages import Duty, Inventory, PartEntry, ReplicaSet, TreeEntry
 
 Replicas = Literal["compare", "trust"]
 """Whether the ranks compare what they hold of one leaf, or it is the same on the user's word."""

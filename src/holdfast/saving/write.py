@@ -13,7 +13,7 @@ from blake3 import blake3
 from holdfast.ondisk import paths
 from holdfast.ondisk.files import HostMemory, Pieces, PlainFile, TensorFile
 from holdfast.ondisk.manifest import BLOCK_BYTES, ChunkRecord, FileRecord, digest_of, tensor_file_digest
-from holdfast.state.records import Receipt
+from holdfast.saving.messages import Receipt
 from holdfast.storage.base import Sink, Storage
 
 _SMALL_BYTES = 64 << 10

@@ -12,8 +12,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from holdfast.ondisk.manifest import digest_of
 from holdfast.ondisk.regions import Box
 from holdfast.state.names import parameter_names
-from holdfast.state.records import FrozenEntry
 from holdfast.state.tensors import address, fingerprint, held_piece, plain_parts, sample_of
+from holdfast.state.trees import FrozenEntry
 from holdfast.state.wrappers import Trainable
 
 

@@ -15,8 +15,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from holdfast.errors import UsageError
 from holdfast.ondisk.paths import rank_scope, stage_scope
 from holdfast.ondisk.regions import Cut
-from holdfast.state.records import TreeKind
 from holdfast.state.rng import RNGState
+from holdfast.state.trees import TreeKind
 from holdfast.state.wrappers import PerRank, Sharded, Shared, Trainable, has_plain_state
 
 # Wrappers that put a name of their own between a module and its parameters. A checkpoint has the model's own names.

@@ -23,7 +23,6 @@ from holdfast.state.optimizers import (
     optimizer_state,
     state_keys_with,
 )
-from holdfast.state.records import CapturedTree
 from holdfast.state.tensors import (
     address,
     check_storable,
@@ -33,6 +32,7 @@ from holdfast.state.tensors import (
     is_sharded,
     shares_elements,
 )
+from holdfast.state.trees import CapturedTree
 from holdfast.state.wrappers import (
     PerRank,
     Shared,

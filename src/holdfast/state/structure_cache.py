@@ -16,8 +16,8 @@ import msgspec
 import torch
 
 from holdfast.ondisk.codec import Json, encode
-from holdfast.state.records import CapturedTree
 from holdfast.state.tensors import any_sharded, is_sharded
+from holdfast.state.trees import CapturedTree
 
 __all__ = ["Remembered", "remember"]
 

@@ -15,7 +15,7 @@ from holdfast.saving.compare import (
     digest_parts,
     digest_sets,
 )
-from holdfast.state.records import Brief, ReplicaSet, Sample
+from holdfast.saving.messages import Brief, ReplicaSet, Sample
 
 PAIR = ReplicaSet((0, 1), ((0, 1),), (0, 0), "cpu", 1)
 

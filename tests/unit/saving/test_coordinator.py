@@ -11,7 +11,7 @@ from holdfast.errors import UsageError
 from holdfast.ondisk.regions import whole
 from holdfast.runs.catalog import Catalog
 from holdfast.saving.coordinator import Leader, SaveRequest
-from holdfast.state.records import Brief, Inventory, PartEntry, Sample, TreeEntry
+from holdfast.saving.messages import Brief, Inventory, PartEntry, Sample, TreeEntry
 from holdfast.storage.local.local import LocalStorage
 
 SAME = [(b"same",), (b"same",)]

@@ -7,8 +7,8 @@ import pytest
 
 from holdfast.errors import UsageError
 from holdfast.ondisk.regions import Box, whole
+from holdfast.saving.messages import Inventory, PartEntry, ReplicaSet, TreeEntry
 from holdfast.saving.plan import SAMPLED_PARTS, _regions, plan
-from holdfast.state.records import Inventory, PartEntry, ReplicaSet, TreeEntry
 
 NOTHING = msgspec.Raw(b"\xc0")
 

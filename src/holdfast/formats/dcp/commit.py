@@ -26,8 +26,8 @@ from holdfast.runs.lineage import Lineage
 from holdfast.saving.commit import commit
 from holdfast.saving.facts import Facts, Listing
 from holdfast.saving.files import values_file
+from holdfast.saving.messages import Receipt
 from holdfast.saving.write import write
-from holdfast.state.records import Receipt
 
 __all__ = ["Attempt", "commit_results", "place_of"]
 

@@ -16,10 +16,10 @@ from blake3 import blake3
 
 from holdfast.ondisk import paths
 from holdfast.ondisk.manifest import BLOCK_BYTES, ChunkRecord, FileRecord, tensor_file_digest
+from holdfast.saving.messages import Receipt
 from holdfast.saving.staging.arena import Arena
 from holdfast.saving.staging.budget import own_processors
 from holdfast.saving.writer.messages import Image, PlainImage
-from holdfast.state.records import Receipt
 from holdfast.storage.base import Sink, Storage
 
 PIECE_BYTES = 8 << 20

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from holdfast.saving.facts import Facts, Listing
-from holdfast.state.records import Receipt
+from holdfast.saving.messages import Receipt
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):

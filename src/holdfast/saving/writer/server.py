@@ -28,6 +28,7 @@ from holdfast.runs.heartbeat import Heartbeat
 from holdfast.runs.links import point_latest
 from holdfast.runs.run_record import open_run
 from holdfast.saving.commit import commit
+from holdfast.saving.messages import Receipt
 from holdfast.saving.staging.arena import Arena
 from holdfast.saving.writer.channel import Line
 from holdfast.saving.writer.drain import drain
@@ -47,7 +48,6 @@ from holdfast.saving.writer.messages import (
     SignedReceipt,
     Written,
 )
-from holdfast.state.records import Receipt
 from holdfast.storage.base import Storage
 
 logger = logging.getLogger("holdfast")

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.saving.coordinator import neighbours, rooms_for_staging
+from holdfast.saving.messages import Brief
 from holdfast.saving.staging.budget import free_for_staging
-from holdfast.state.records import Brief
 
 GIB = 1 << 30
 _ASK = "from holdfast.saving.staging.budget import ranks_here; print(ranks_here())"

@@ -13,12 +13,12 @@ import pytest
 from blake3 import blake3
 
 from holdfast.ondisk.manifest import BLOCK_BYTES, tensor_file_digest
+from holdfast.saving.messages import Receipt
 from holdfast.saving.staging import budget
 from holdfast.saving.staging.arena import Arena
 from holdfast.saving.writer import drain as module
 from holdfast.saving.writer.drain import drain
 from holdfast.saving.writer.messages import Image, Place, PlainImage
-from holdfast.state.records import Receipt
 from holdfast.storage.local.local import LocalStorage
 
 HEADER_BYTES = 4096

@@ -1,59 +1,12 @@
-"""What a capture found and what a plan decided, as values that stages hand on and ranks send each other.
-
-The live tensors themselves travel in `CapturedTree`, which never leaves its process; everything that does is plain.
-"""
+"""The messages of a save: what each rank has, what the coordinator decides, what was written. Values, no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
-from typing import Any, Literal
-
 import msgspec
 
-from holdfast.ondisk import paths
-from holdfast.ondisk.codec import Json
 from holdfast.ondisk.manifest import ChunkRecord, FileRecord, MeshRecord
 from holdfast.ondisk.regions import Box
-
-_SHOWN_RANKS = 8
-
-TreeKind = Literal["module", "optimizer", "values"]
-
-
-@dataclass(frozen=True, slots=True)
-class CapturedTree:
-    """One component's state on this rank: its values, encoded, and its tensors by their path in them.
-
-    `scope` is None when the ranks must compare their states to know whether they share one. `led` are the tensors whose
-    replicas may differ from rank to rank, where the first rank's is the one that counts. `united`: the ranks may hold
-    different parts of the tree, and all of them are stored. `model` is the component that has all parameters of an
-    optimizer.
-    """
-
-    component: str
-    kind: TreeKind
-    scope: str | None
-    values: Json
-    tensors: Mapping[str, Any]
-    led: Set[str] = frozenset()
-    type: str = ""
-    united: bool = False
-    model: str = ""
-
-    @property
-    def name(self) -> str:
-        return paths.tree_name(self.component, self.scope or "")
-
-
-@dataclass(frozen=True, slots=True)
-class CarriedTree:
-    """One tree of a component that is not attached yet, as a checkpoint had it, with the tensors that this rank writes:
-    each is all of its leaf. `sharded` are the leaves that were cut over one of the `meshes`."""
-
-    tree: CapturedTree
-    sharded: Set[str]
-    meshes: Set[MeshRecord]
+from holdfast.state.trees import FrozenEntry
 
 
 class TreeEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -85,17 +38,6 @@ class PartEntry(msgspec.Struct, frozen=True, array_like=True):
     led: bool = False
     mesh: int = -1
     device: str = "cpu"
-
-
-class FrozenEntry(msgspec.Struct, frozen=True, array_like=True):
-    """A piece of a parameter that is not stored, by its fingerprint. Fingerprints of a tensor's pieces add up."""
-
-    component: str
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    box: Box
-    fingerprint: int
 
 
 class Inventory(msgspec.Struct, frozen=True, array_like=True):
@@ -210,10 +152,3 @@ class Receipt(msgspec.Struct, frozen=True, array_like=True):
 
     files: tuple[FileRecord, ...]
     chunks: tuple[tuple[str, ChunkRecord], ...]
-
-
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Return the numbers of ranks for a message, the first few of them where there are many."""
-    shown = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
-    more = f" and {len(ranks) - _SHOWN_RANKS} more" if len(ranks) > _SHOWN_RANKS else ""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"
