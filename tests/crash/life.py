@@ -194,7 +194,7 @@ class Manager(CheckpointManager):
 
     def die(self) -> None:
         """A process that is dead leaves no thread and releases nothing."""
-        lease, self._saver._leader._lease = self._saver._leader._lease, None
+        lease, self._saver._coordinator._lease = self._saver._coordinator._lease, None
         if lease is not None:
             lease._heartbeat.stop()
 

@@ -198,7 +198,7 @@ def test_a_leader_that_is_cut_off_from_its_writer_has_nothing_removed_that_may_b
 
     def cut() -> None:
         writer: Any = savers[0]._writer
-        writer._line._socket.close()
+        writer._channel._socket.close()
 
     def live(rank: int) -> None:
         ranks = StoreRanks(store, rank, 2, name="threads", timeout_seconds=_PATIENCE_SECONDS / 3)

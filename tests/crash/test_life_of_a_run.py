@@ -27,7 +27,7 @@ from holdfast.runs.attempts import Attempts
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.retention import Record
 from holdfast.saving import commit, coordinator
-from holdfast.saving.coordinator import Leader
+from holdfast.saving.coordinator import Coordinator
 from holdfast.testing import MemoryStorage, SimulatedCrash
 from holdfast.testing.storages import _Wrapper
 from tests.crash.life import (
@@ -496,14 +496,14 @@ def test_a_missing_step_that_starts_afresh_is_noticed(monkeypatch: pytest.Monkey
 
 @pytest.mark.guarantee("G6")
 def test_a_failed_save_that_takes_an_older_one_along_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    forget = Leader.forget
+    forget = Coordinator.forget
 
-    def forget_too_much(self: Leader) -> None:
+    def forget_too_much(self: Coordinator) -> None:
         for found in self._catalog.scan().checkpoints[1:]:
             self._catalog.uncommit(found.folder)
         forget(self)
 
-    monkeypatch.setattr(Leader, "forget", forget_too_much)
+    monkeypatch.setattr(Coordinator, "forget", forget_too_much)
     noticed("G1", "G4")
 
 

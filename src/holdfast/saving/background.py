@@ -34,9 +34,9 @@ from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.events import Event, EventKind
 from holdfast.saving.staging.arena import Arena
 from holdfast.saving.writer.client import Writer
-from holdfast.saving.writer.messages import Answer, Commit, Committed, Discard, Discarded, Failed, Written
+from holdfast.saving.writer.messages import Commit, Committed, Discard, Discarded, Failed, Reply, Written
 
-__all__ = ["Behind", "PendingSave", "Saved", "as_save_error", "is_leaders_word", "outcome_after"]
+__all__ = ["BackgroundSave", "PendingSave", "Saved", "as_save_error", "is_agreed_error", "outcome_from_storage"]
 
 logger = logging.getLogger("holdfast")
 
@@ -66,7 +66,7 @@ class PendingSave:
         self.size_bytes = 0
         self.written_bytes: Callable[[], int] = lambda: 0
         self.error: HoldfastError | None = None
-        self.heard = False
+        self.reported = False
         self.starts_writer = False
         self.checkpoint: Checkpoint | None = None
         self.phases: dict[str, float] = {}
@@ -144,7 +144,7 @@ class PendingSave:
         """The outcome, or the failure, which counts as heard then."""
         self.wait()
         if self.error is not None:
-            self.heard = True
+            self.reported = True
             raise self.error
         if self._saved is None:
             raise HoldfastError("the save has no outcome")
@@ -167,13 +167,13 @@ def as_save_error(error: BaseException, step: int) -> HoldfastError:
     return SaveFailedError(f"{type(error).__name__}: {error}", step=step)
 
 
-def is_leaders_word(error: BaseException) -> bool:
+def is_agreed_error(error: BaseException) -> bool:
     """Whether an error is what the ranks agreed on, and not that the leader, or the way to it, was lost."""
     silent = isinstance(error, RankError) and tuple(getattr(error, "ranks", ())) == (0,)
     return isinstance(error, HoldfastError) and not silent
 
 
-def outcome_after(error: Exception, look: Callable[[], Saved | None], *, may_come_later: bool) -> Saved:
+def outcome_from_storage(error: Exception, look: Callable[[], Saved | None], *, may_come_later: bool) -> Saved:
     """Return what the storage has of a save that was cut off before its outcome was known; raise if it has nothing.
 
     `look` returns the committed checkpoint, None where there is none, and raises where that cannot be seen.
@@ -202,7 +202,7 @@ def _one_line(error: BaseException) -> str:
 
 
 @dataclass(slots=True)
-class HandedOver:
+class WriterHandoff:
     """What this rank's writer has of a save: nothing as long as there is no writer. `finish_staging` returns when the
     arena holds all of it. `names` are the files that it may write, the last one first."""
 
@@ -213,7 +213,7 @@ class HandedOver:
     finish_staging: Callable[[], None] = lambda: None
 
 
-class Behind:
+class BackgroundSave:
     """The background half of one save on one rank.
 
     `failure` is why this rank could not stage; the others hear it here. `on_end` gets the outcome, None for a failure.
@@ -224,7 +224,7 @@ class Behind:
     def __init__(
         self,
         pending: PendingSave,
-        handed: HandedOver,
+        handed: WriterHandoff,
         ranks: Ranks,
         *,
         failure: BaseException | None,
@@ -263,7 +263,7 @@ class Behind:
             pending.succeed(saved)
         finally:
             # An error that somebody keeps refers to this frame, and must not keep the arena.
-            self._handed = HandedOver()
+            self._handed = WriterHandoff()
 
     def _conclude(self, saved: Saved | None) -> None:
         """What follows on a save changes nothing about its outcome, and somebody waits for that."""
@@ -288,7 +288,7 @@ class Behind:
         except Exception as error:
             if self._ranks.size == 1:
                 raise
-            if is_leaders_word(error):
+            if is_agreed_error(error):
                 if self._ranks.rank != 0:
                     self._give_up()
                 raise
@@ -299,7 +299,7 @@ class Behind:
         if self._own_failure is not None:
             raise self._own_failure
         if self._ranks.rank != 0:
-            return outcome_after(error, self._look, may_come_later=True)
+            return outcome_from_storage(error, self._look, may_come_later=True)
         # The leader's writer sees by itself whether all parts are there.
         return self._saved if self._saved is not None else self._commit([])
 
@@ -344,7 +344,7 @@ class Behind:
         """The leader's part: its writer has all that a commit needs."""
         with self._pending.phase("commit"):
             try:
-                self._writer().tell(Commit(self._handed.number, waits))
+                self._writer().send(Commit(self._handed.number, waits))
                 answer = self._listen()
                 if not isinstance(answer, Committed | Failed):
                     raise SaveFailedError(f"the writer answered {type(answer).__name__} to the order to commit")
@@ -371,7 +371,7 @@ class Behind:
         # A thread that was given up cannot be ended, and may still commit.
         unfinished = writer is not None and (writer.may_still_read or not writer.is_gone())
         try:
-            return outcome_after(error, self._look, may_come_later=unfinished)
+            return outcome_from_storage(error, self._look, may_come_later=unfinished)
         except Exception as failure:
             return Saved(self._pending.folder, "", error=error_record(failure))
 
@@ -382,14 +382,14 @@ class Behind:
         except BaseException:
             logger.warning("step %d: what its writer left was not removed", self._pending.step, exc_info=True)
 
-    def _hear(self) -> Answer:
+    def _hear(self) -> Reply:
         answer = self._listen()
         if isinstance(answer, Failed):
             raise error_from_record(answer.error)
         return answer
 
-    def _listen(self) -> Answer:
-        return self._writer().hear(self._handed.number, self._progress, self._timeout_seconds)
+    def _listen(self) -> Reply:
+        return self._writer().receive(self._handed.number, self._progress, self._timeout_seconds)
 
     def _progress(self) -> int:
         """How far the writer is. The other ranks hear of it now and then, so that they do not take slow for dead."""
@@ -419,8 +419,8 @@ class Behind:
         if writer is None:
             return
         try:
-            writer.tell(Discard(self._handed.number))
-            while not isinstance(writer.hear(self._handed.number, lambda: 0, _GIVE_UP_SECONDS), Discarded):
+            writer.send(Discard(self._handed.number))
+            while not isinstance(writer.receive(self._handed.number, lambda: 0, _GIVE_UP_SECONDS), Discarded):
                 pass
         except HoldfastError:
             # A thread that was given up may still write.

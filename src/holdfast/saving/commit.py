@@ -1,4 +1,4 @@
-"""Make a save a checkpoint: the plan and every rank's receipt enter, the committed checkpoint leaves. Leader only."""
+"""Make a save a checkpoint: its facts and every rank's receipt enter, the committed checkpoint leaves. Leader only."""
 
 from __future__ import annotations
 

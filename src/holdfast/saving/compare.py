@@ -17,7 +17,7 @@ from blake3 import blake3
 
 from holdfast.errors import UsageError
 from holdfast.ranks.wording import ranks_in_words
-from holdfast.saving.messages import Brief, ReplicaSet, Sample
+from holdfast.saving.messages import ReplicaSet, Sample, StateSummary
 from holdfast.state.tensors import host_pieces, is_dense, is_host_memory, memory_at
 
 WINDOW_BYTES = 32 << 10
@@ -98,7 +98,7 @@ class Sampler:
 
 
 @dataclass(slots=True)
-class Watch:
+class ReplicaMonitor:
     """What the leader knows of the replicas: the sets, the names of their leaves, and the samples that came in."""
 
     sets: tuple[ReplicaSet, ...] = ()
@@ -108,9 +108,9 @@ class Watch:
     _came: dict[tuple[int, int], dict[int, bytes]] = field(default_factory=dict)
     _suspect_step: int | None = None
 
-    def knows(self, sets: tuple[ReplicaSet, ...], briefs: Sequence[Brief]) -> bool:
+    def knows(self, sets: tuple[ReplicaSet, ...], summaries: Sequence[StateSummary]) -> bool:
         """Return whether these sets were compared before, and every rank has them."""
-        return sets == self.sets and all(brief.comparison == self.comparison for brief in briefs)
+        return sets == self.sets and all(summary.comparison == self.comparison for summary in summaries)
 
     def begin(self, sets: tuple[ReplicaSet, ...], names: tuple[tuple[str, ...], ...]) -> None:
         """Watch these sets from now on."""
@@ -121,13 +121,13 @@ class Watch:
         """Trust no earlier comparison."""
         self.comparison += 1
 
-    def note_samples(self, briefs: Sequence[Brief], step: int) -> tuple[int, ...]:
+    def note_samples(self, summaries: Sequence[StateSummary], step: int) -> tuple[int, ...]:
         """Take in the samples that came with the save of `step`. Return the numbers of the sets that differ."""
-        if any(brief.comparison != self.comparison for brief in briefs):
+        if any(summary.comparison != self.comparison for summary in summaries):
             return ()
         steps: dict[int, int] = {}  # a round is complete only now, so that some rank's sample of it is among these
-        for rank, brief in enumerate(briefs):
-            for sample in brief.samples:
+        for rank, summary in enumerate(summaries):
+            for sample in summary.samples:
                 steps[sample.round] = sample.step
                 for number, digest in sample.digests:
                     self._came.setdefault((sample.round, number), {})[rank] = digest

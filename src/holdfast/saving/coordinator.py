@@ -38,16 +38,16 @@ from holdfast.runs.lineage import Lineage, ancestry
 from holdfast.runs.orphans import wait_for_orphans
 from holdfast.runs.run_record import open_run
 from holdfast.saving.background import Saved
-from holdfast.saving.compare import Watch
+from holdfast.saving.compare import ReplicaMonitor
 from holdfast.saving.facts import Facts, Listing
-from holdfast.saving.messages import SAID, Brief, Duty, Inventory, SavePlan
+from holdfast.saving.messages import COMPARED_ARGUMENTS, Inventory, SavePlan, StateSummary, WriteAssignment
 from holdfast.saving.plan import GlobalPlan, Replicas, plan
 from holdfast.state.frozen import frozen_guards
 from holdfast.state.trees import CarriedTree, FrozenEntry
 
 logger = logging.getLogger("holdfast")
 
-__all__ = ["Leader", "SaveRequest", "digests_of"]
+__all__ = ["Coordinator", "SaveRequest", "digests_of"]
 
 _ROOM_FOR_RECORDS_BYTES = 1 << 20
 _ROOM_FOR_HEADERS_BYTES = 16 << 20
@@ -79,7 +79,7 @@ class SaveRequest:
 
 
 def digests_of(request: SaveRequest) -> tuple[str, ...]:
-    """Return a short digest of each argument that `SAID` lists, empty where it was not given."""
+    """Return a short digest of each argument that `COMPARED_ARGUMENTS` lists, empty where it was not given."""
     epoch = [] if request.epoch is None else [request.epoch]
     given = (sorted(request.metrics), request.progress, request.extra, request.guards, list(request.tags), epoch)
     return tuple(
@@ -87,7 +87,7 @@ def digests_of(request: SaveRequest) -> tuple[str, ...]:
     )
 
 
-class Leader:
+class Coordinator:
     """What the leader keeps from save to save: the plan, and which steps the line of the run has."""
 
     def __init__(
@@ -104,7 +104,7 @@ class Leader:
         self._timeout_seconds = timeout_seconds
         self._before_claim = before_claim
         self._replicas: Replicas = replicas
-        self._watch = Watch()
+        self._monitor = ReplicaMonitor()
         self._holding = threading.Lock()
         self._catalog = catalog
         self._size = size
@@ -113,7 +113,7 @@ class Leader:
         self._number = 0
         self._structures: list[str] = []
         self._pattern: list[int] = []
-        self._briefs: Sequence[Brief] = ()
+        self._summaries: Sequence[StateSummary] = ()
         self._frozen: list[FrozenEntry] = []
         self._plan = GlobalPlan((), (), (), ())
         self._meshes: tuple[MeshRecord, ...] = ()
@@ -128,15 +128,15 @@ class Leader:
     def trees(self) -> Sequence[Any]:
         return self._plan.trees
 
-    def begin(self, request: SaveRequest, briefs: list[Brief]) -> SavePlan:
+    def begin(self, request: SaveRequest, summaries: list[StateSummary]) -> SavePlan:
         """Whether there is anything to do, and whether the plan of the last save holds."""
-        if all(brief.unheard for brief in briefs):
-            return SavePlan(unheard=True)
-        self._compare_arguments(briefs)
+        if all(summary.unreported for summary in summaries):
+            return SavePlan(unreported=True)
+        self._compare_arguments(summaries)
         if self._lease is not None:
             # First of all: what is committed now may be another writer's.
             self.hold_run()
-        differing = self._watch.note_samples(briefs, request.step)
+        differing = self._monitor.note_samples(summaries, request.step)
         if differing:
             return self._stop_for(differing)
         if self._line_head != request.parent:
@@ -146,18 +146,18 @@ class Leader:
         if found is not None:
             size_bytes, sequence = found.size_bytes, found.sequence
             return SavePlan(found.folder, committed=True, digest=found.digest, size_bytes=size_bytes, sequence=sequence)
-        self._briefs, self._frozen = briefs, [entry for brief in briefs for entry in brief.frozen]
-        if not self._holds(briefs):
+        self._summaries, self._frozen = summaries, [entry for summary in summaries for entry in summary.frozen]
+        if not self._holds(summaries):
             return SavePlan()
         return self._start(request, ())
 
-    def _compare_arguments(self, briefs: Sequence[Brief]) -> None:
+    def _compare_arguments(self, summaries: Sequence[StateSummary]) -> None:
         """Warn, once, of arguments that another rank gave and that are not stored, because rank 0's are."""
-        if all(brief.said == briefs[0].said for brief in briefs):
+        if all(summary.argument_digests == summaries[0].argument_digests for summary in summaries):
             return
         texts = []
-        for rank, brief in enumerate(briefs):
-            pairs = zip(SAID, brief.said, briefs[0].said, strict=True)
+        for rank, summary in enumerate(summaries):
+            pairs = zip(COMPARED_ARGUMENTS, summary.argument_digests, summaries[0].argument_digests, strict=True)
             lost = {name: own for name, given, own in pairs if given and given != own}
             if lost.get("tag") == "":
                 raise UsageError(
@@ -179,8 +179,8 @@ class Leader:
         self._plan = planned
         self._meshes = tuple(sorted({mesh for inventory in inventories for mesh in inventory.meshes}))
         self._number += 1
-        self._structures = [brief.structure for brief in self._briefs]
-        self._pattern = _pattern(self._briefs)
+        self._structures = [summary.structure for summary in self._summaries]
+        self._pattern = _pattern(self._summaries)
         self.listing = Listing(
             tuple(
                 TensorRecord(name=leaf.name, dtype=leaf.dtype, shape=leaf.shape, chunks=(), sharded=leaf.sharded)
@@ -198,31 +198,31 @@ class Leader:
                 for tree in planned.trees
             ),
         )
-        if self._watch.knows(planned.replicas, self._briefs):
-            return self._start(request, planned.duties)
-        self._watch.begin(planned.replicas, planned.compared)
+        if self._monitor.knows(planned.replicas, self._summaries):
+            return self._start(request, planned.assignments)
+        self._monitor.begin(planned.replicas, planned.compared)
         if not planned.replicas:
-            return self._start(request, planned.duties)
+            return self._start(request, planned.assignments)
         return SavePlan(
             number=self._number,
-            duties=planned.duties,
-            comparison=self._watch.comparison,
+            assignments=planned.assignments,
+            comparison=self._monitor.comparison,
             replicas=planned.replicas,
         )
 
     def compare(self, request: SaveRequest, digests: Sequence[Sequence[bytes]]) -> SavePlan:
         """Start the save that was planned if all replicas are the same on all ranks."""
-        differing = self._watch.compare(digests)
+        differing = self._monitor.compare(digests)
         return self._stop_for(differing) if differing else self._start(request, ())
 
     def raise_difference(self, numbers: Sequence[int], digests: Sequence[Sequence[Sequence[bytes]]]) -> None:
         """Raise the error that names the leaves and the ranks that differ."""
-        raise self._watch.difference(numbers, digests)
+        raise self._monitor.difference(numbers, digests)
 
     def _stop_for(self, differing: tuple[int, ...]) -> SavePlan:
         """Have the ranks look for what differs. Until they are the same again, every save compares all of them."""
         self._structures = []
-        self._watch.forget()
+        self._monitor.forget()
         return SavePlan(differing=differing)
 
     def facts(self, request: SaveRequest, folder: str) -> Facts:
@@ -288,18 +288,18 @@ class Leader:
         """Something went wrong: look at the run anew before the next save."""
         self._line = self._attempts = None
 
-    def _holds(self, briefs: Sequence[Brief]) -> bool:
+    def _holds(self, summaries: Sequence[StateSummary]) -> bool:
         # What the ranks hold in parts is merged from their values, which have to travel each time.
         merged = any(tree.merged is not None for tree in self._plan.trees)
         return (
             not merged
             and self._number > 0
-            and all(brief.plan == self._number for brief in briefs)
-            and [brief.structure for brief in briefs] == self._structures
-            and _pattern(briefs) == self._pattern
+            and all(summary.plan == self._number for summary in summaries)
+            and [summary.structure for summary in summaries] == self._structures
+            and _pattern(summaries) == self._pattern
         )
 
-    def _start(self, request: SaveRequest, duties: tuple[Duty, ...]) -> SavePlan:
+    def _start(self, request: SaveRequest, assignments: tuple[WriteAssignment, ...]) -> SavePlan:
         self._check_room()
         self.hold_run()
         streamed = not self._claims and self._must_stream()
@@ -309,18 +309,18 @@ class Leader:
             folder, claim = self._catalog.attempts.claim(request.step, self._size, lease=self.lease, first=first)
         else:
             folder, claim = self._name(request.step), uuid.uuid4().hex
-        self._watch.round += 1
+        self._monitor.round += 1
         return SavePlan(
             folder,
             self._number,
-            duties,
+            assignments,
             claim=claim,
             streamed=streamed,
             lease=self.lease,
             lease_token=self._lease.token if self._lease is not None else "",
-            comparison=self._watch.comparison,
-            round=self._watch.round,
-            ranks_here=neighbours(self._briefs) if duties else (),
+            comparison=self._monitor.comparison,
+            round=self._monitor.round,
+            ranks_here=neighbours(self._summaries) if assignments else (),
         )
 
     def _name(self, step: int) -> str:
@@ -337,7 +337,7 @@ class Leader:
 
     def _must_stream(self) -> bool:
         limit = self._staging_limit_bytes
-        rooms = rooms_for_staging(self._briefs)
+        rooms = rooms_for_staging(self._summaries)
         for rank, (needed, room) in enumerate(zip(self._plan.sizes, rooms, strict=True)):
             if limit is not None and needed > limit:
                 logger.debug("rank %d has %d bytes, over staging_limit_bytes=%d: streamed", rank, needed, limit)
@@ -400,22 +400,24 @@ class Leader:
         return folder
 
 
-def neighbours(briefs: Sequence[Brief]) -> tuple[int, ...]:
+def neighbours(summaries: Sequence[StateSummary]) -> tuple[int, ...]:
     """Return for each rank how many of these ranks are on its machine, itself included."""
-    counts = Counter(brief.machine for brief in briefs)
-    return tuple(counts[brief.machine] if brief.machine else 1 for brief in briefs)
+    counts = Counter(summary.machine for summary in summaries)
+    return tuple(counts[summary.machine] if summary.machine else 1 for summary in summaries)
 
 
-def rooms_for_staging(briefs: Sequence[Brief]) -> list[int | None]:
+def rooms_for_staging(summaries: Sequence[StateSummary]) -> list[int | None]:
     """Return the memory that each rank may stage in: its share of what is free on its machine, where all ranks stage at
     the same time, and what it holds already. None where that is enough by itself."""
     return [
-        None if brief.room_bytes is None else brief.held_bytes + brief.room_bytes // max(count, brief.ranks_here, 1)
-        for brief, count in zip(briefs, neighbours(briefs), strict=True)
+        None
+        if summary.room_bytes is None
+        else summary.held_bytes + summary.room_bytes // max(count, summary.ranks_here, 1)
+        for summary, count in zip(summaries, neighbours(summaries), strict=True)
     ]
 
 
-def _pattern(briefs: Sequence[Brief]) -> list[int]:
+def _pattern(summaries: Sequence[StateSummary]) -> list[int]:
     """Which ranks have the same values of which trees: all that a plan takes from their digests."""
     classes: dict[str, int] = {}
-    return [classes.setdefault(digest, len(classes)) for brief in briefs for digest in brief.digests]
+    return [classes.setdefault(digest, len(classes)) for summary in summaries for digest in summary.digests]

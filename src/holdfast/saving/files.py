@@ -1,5 +1,5 @@
-"""Lay this rank's part of a save out as files. An inventory and a duty enter; framed files leave, whose bytes are
-fetched from the tensors' own memory when they are written, or copied to an arena (holdfast.saving.stage)."""
+"""Lay this rank's part of a save out as files. An inventory and an assignment enter; framed files leave, whose bytes
+are read from the tensors' own memory when they are written, or copied to an arena (holdfast.saving.stage)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from holdfast.ondisk.files import PlainFile, TensorFile
 from holdfast.ondisk.manifest import BLOCK_BYTES
 from holdfast.ondisk.regions import whole
 from holdfast.ondisk.safetensors import Frame, FramedChunk, frame
-from holdfast.saving.messages import Duty, Inventory
+from holdfast.saving.messages import Inventory, WriteAssignment
 from holdfast.state.tensors import source_of
 
 MAX_FILE_BYTES = 4 << 30
@@ -36,12 +36,14 @@ class FileLayout:
     parts: tuple[int, ...]
 
 
-def lay_out(inventory: Inventory, duty: Duty, *, rank: int) -> list[FileLayout]:
+def lay_out(inventory: Inventory, assignment: WriteAssignment, *, rank: int) -> list[FileLayout]:
     """The tensor files that this rank writes. The same as long as the structure of the state is."""
-    names = [paths.tree_name(tree.component, scope) for tree, scope in zip(inventory.trees, duty.scopes, strict=True)]
+    names = [
+        paths.tree_name(tree.component, scope) for tree, scope in zip(inventory.trees, assignment.scopes, strict=True)
+    ]
     chunks: list[FramedChunk] = []
     parts: dict[str, int] = {}
-    for index in duty.parts:
+    for index in assignment.parts:
         part = inventory.parts[index]
         leaf = paths.leaf_name(names[part.tree], part.path)
         box = whole(part.shape) if 0 in part.shape else part.box

@@ -77,7 +77,7 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
     digests: tuple[tuple[int, bytes], ...]
 
 
-class Duty(msgspec.Struct, frozen=True, array_like=True):
+class WriteAssignment(msgspec.Struct, frozen=True, array_like=True):
     """What one rank writes: the scope of each of its trees, which trees' values, and which parts, by their index."""
 
     scopes: tuple[str, ...]
@@ -85,18 +85,20 @@ class Duty(msgspec.Struct, frozen=True, array_like=True):
     parts: tuple[int, ...]
 
 
-SAID = ("metrics", "progress", "extra", "guards", "tag", "epoch")
-"""The arguments of a save of which rank 0's are stored. Of metrics the names count, of the others the values."""
+COMPARED_ARGUMENTS = ("metrics", "progress", "extra", "guards", "tag", "epoch")
+"""The arguments of a save of which rank 0's are stored. Of metrics the names are compared, of the others the values."""
 
 
-class Brief(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank says first. Where the leader knows the structure, it is enough: the plan of the last save holds.
+class StateSummary(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank sends first. It is enough where the coordinator knows the structure: the plan of the last save holds.
 
-    `plan` is the number of the plan that this rank has. `room_bytes` is the memory that is free for staging on its
-    `machine`, for all ranks there, which are `ranks_here` at least; None: all that it needs is there already, in
-    `held_bytes`. `unheard`: the failure of the save before was not raised on this rank yet. `comparison` is the number
-    of the replica sets that this rank has, and `samples` are digests of some of them. `said` are digests of the
-    arguments of the save, in the order of `SAID`, each empty where the argument was not given; none for a single rank.
+    plan: the number of the plan that this rank has.
+    room_bytes: the memory that is free for staging on its `machine`, for all ranks there, which are `ranks_here` at
+        least; None when all that it needs is allocated already. held_bytes: what is allocated.
+    unreported: the failure of the save before was not raised on this rank yet.
+    comparison: the number of the replica sets that this rank has. samples: digests of some of them.
+    argument_digests: of the arguments of the save, in the order of `COMPARED_ARGUMENTS`, each empty where the argument
+        was not given; none for a single rank.
     """
 
     structure: str
@@ -104,37 +106,38 @@ class Brief(msgspec.Struct, frozen=True, array_like=True):
     frozen: tuple[FrozenEntry, ...]
     plan: int
     room_bytes: int | None = None
-    unheard: bool = False
+    unreported: bool = False
     comparison: int = 0
     samples: tuple[Sample, ...] = ()
     held_bytes: int = 0
     machine: str = ""
     ranks_here: int = 1
-    said: tuple[str, ...] = ()
+    argument_digests: tuple[str, ...] = ()
 
 
 class SavePlan(msgspec.Struct, frozen=True, array_like=True):
-    """The leader's decision about one save.
+    """The coordinator's decision about one save.
 
-    When the step is `committed` already there is nothing to write; `digest`, `size_bytes` and `sequence` are those of
-    its checkpoint, as the leader has read it. `number` is that of the plan to follow; without `duties` it is the one
-    that every rank has, and with neither the leader wants to see the inventories. `streamed`:
-    there is no room to stage, so the save is written from the tensors' own memory. `unheard`: raise what failed before.
-    `lease` is the number under which the leader writes, `lease_token` the token of its claim, which no other run has.
-    `ranks_here` has, with a new plan, for each rank how many of these ranks are on its machine.
-
-    `comparison` is the number of the replica sets to sample from; `replicas` are those sets, where they are new, which
-    are compared before the save starts. `round` is the number of the next sample. `differing` are the numbers of sets
-    whose replicas differ: the ranks look for the leaves, and no save starts.
+    committed: the step is committed already and there is nothing to write; `digest`, `size_bytes` and `sequence` are
+        those of its checkpoint, as the leader has read it.
+    number: that of the plan to follow. Without `assignments` it is the one that every rank has; 0 asks the ranks for
+        their inventories.
+    streamed: there is no memory to stage in, so the save is written from the tensors' own memory.
+    unreported: raise the failure of the save before; no save starts.
+    lease: the number under which the leader writes. lease_token: the token of its claim, which no other run has.
+    ranks_here: with a new plan, for each rank how many of these ranks are on its machine.
+    comparison: the number of the replica sets to sample from. replicas: those sets, where they are new; they are
+        compared before the save starts. round: the number of the next sample.
+    differing: the numbers of sets whose replicas differ: the ranks look for the leaves, and no save starts.
     """
 
     folder: str = ""
     number: int = 0
-    duties: tuple[Duty, ...] = ()
+    assignments: tuple[WriteAssignment, ...] = ()
     committed: bool = False
     claim: str = ""
     streamed: bool = False
-    unheard: bool = False
+    unreported: bool = False
     lease: int = 0
     lease_token: str = ""
     comparison: int = 0

@@ -38,21 +38,21 @@ from holdfast.runs.links import point_latest
 from holdfast.runs.progress import Progress
 from holdfast.runs.worker import WorkerThread
 from holdfast.saving.background import (
-    Behind,
-    HandedOver,
+    BackgroundSave,
     PendingSave,
     Saved,
+    WriterHandoff,
     as_save_error,
-    is_leaders_word,
-    outcome_after,
+    is_agreed_error,
+    outcome_from_storage,
 )
 from holdfast.saving.capture import Capture, Capturer
 from holdfast.saving.commit import commit
 from holdfast.saving.compare import Sampler, digest_parts, digest_sets
-from holdfast.saving.coordinator import Leader, SaveRequest, digests_of
+from holdfast.saving.coordinator import Coordinator, SaveRequest, digests_of
 from holdfast.saving.facts import Listing
 from holdfast.saving.files import FileLayout, asset_files, lay_out, stage, values_file
-from holdfast.saving.messages import Brief, Duty, Inventory, Receipt, ReplicaSet, SavePlan
+from holdfast.saving.messages import Inventory, Receipt, ReplicaSet, SavePlan, StateSummary, WriteAssignment
 from holdfast.saving.plan import Replicas
 from holdfast.saving.stage import (
     ChosenMode,
@@ -126,7 +126,7 @@ class Saver:
         self._timeout_seconds = timeout_seconds
         self._on_event = on_event
         self._capturer = Capturer()
-        self._leader = Leader(
+        self._coordinator = Coordinator(
             catalog,
             ranks.size,
             claims=mode == "sync",
@@ -241,7 +241,7 @@ class Saver:
     @property
     def lease(self) -> int:
         """The number under which this process writes to the run; 0 as long as it has not."""
-        return self._leader.lease
+        return self._coordinator.lease
 
     def finish_other_saves(self) -> None:
         """Wait for the saves of other managers of this process to the same run."""
@@ -249,7 +249,7 @@ class Saver:
 
     def hold_run(self) -> None:
         """Become the run's only writer, or make sure that this process still is. For the leader alone."""
-        self._leader.hold_run()
+        self._coordinator.hold_run()
 
     def before_update(self) -> None:
         """Make the devices wait for copies that still read, before the training changes what they read."""
@@ -278,19 +278,19 @@ class Saver:
         if self.is_inherited:
             return
         self.drain()
-        error = self._unheard()
+        error = self._unreported()
         if error is not None:
             logger.error("a save failed and nobody asked for its outcome: %s", error)
         self._let_go()
 
     # What failed before
 
-    def _unheard(self) -> HoldfastError | None:
+    def _unreported(self) -> HoldfastError | None:
         pending = self._pending
-        return pending.error if pending is not None and pending.done() and not pending.heard else None
+        return pending.error if pending is not None and pending.done() and not pending.reported else None
 
     def _hear(self) -> None:
-        if self._unheard() is not None and self._pending is not None:
+        if self._unreported() is not None and self._pending is not None:
             self._pending.result()
 
     def _wait_for_previous(self, step: int) -> float:
@@ -317,23 +317,23 @@ class Saver:
         return waited
 
     def _raise_earlier_failure(self, decided: SavePlan) -> None:
-        if decided.unheard:
+        if decided.unreported:
             self._hear()
-        elif self._unheard() is not None and self._pending is not None:
+        elif self._unreported() is not None and self._pending is not None:
             # Another rank has raised it already, in `poll`: to raise it here would part the ranks.
             logger.error("%s", self._pending.error)
-            self._pending.heard = True
+            self._pending.reported = True
 
     @contextmanager
     def _failing(self, pending: PendingSave) -> Iterator[None]:
         try:
             yield
         except KeyboardInterrupt as error:
-            self._leader.forget()
+            self._coordinator.forget()
             pending.fail(as_save_error(error, pending.step))
             raise
         except Exception as error:
-            self._leader.forget()
+            self._coordinator.forget()
             failure = as_save_error(error, pending.step)
             pending.fail(failure)
             raise failure from error
@@ -363,12 +363,12 @@ class Saver:
         # The step is part of the label, so that ranks which save different steps are told so.
         decided = self._ranks.decide(
             f"save of step {step!r:.40}",
-            lambda: self._brief(*ready(), step),
-            lambda briefs: self._leader.begin(ready()[0], briefs),
-            sends=Brief,
+            lambda: self._summary(*ready(), step),
+            lambda summaries: self._coordinator.begin(ready()[0], summaries),
+            sends=StateSummary,
             returns=SavePlan,
         )
-        if decided.committed or decided.unheard:
+        if decided.committed or decided.unreported:
             return decided
         captured = ready()[1]
         if decided.differing:
@@ -377,7 +377,7 @@ class Saver:
             decided = self._ranks.decide(
                 f"plan of step {step}",
                 captured.inventory,
-                lambda inventories: self._leader.plan(ready()[0], inventories),
+                lambda inventories: self._coordinator.plan(ready()[0], inventories),
                 sends=Inventory,
                 returns=SavePlan,
             )
@@ -395,13 +395,13 @@ class Saver:
         started = self._ranks.decide(
             f"replicas of step {step}",
             lambda: digest_sets(sets, self._ranks.rank, captured.memory),
-            lambda digests: self._leader.compare(request, digests),
+            lambda digests: self._coordinator.compare(request, digests),
             sends=tuple[bytes, ...],
             returns=SavePlan,
         )
         if started.differing:
             self._find_difference(step, captured, sets, started.differing)
-        return msgspec.structs.replace(started, duties=planned.duties, replicas=sets)
+        return msgspec.structs.replace(started, assignments=planned.assignments, replicas=sets)
 
     def _find_difference(
         self, step: int, captured: Capture, sets: Sequence[ReplicaSet], differing: tuple[int, ...]
@@ -410,29 +410,29 @@ class Saver:
         self._ranks.decide(
             f"difference at step {step}",
             lambda: digest_parts(sets, differing, self._ranks.rank, captured.memory),
-            lambda digests: self._leader.raise_difference(differing, digests),
+            lambda digests: self._coordinator.raise_difference(differing, digests),
             sends=tuple[tuple[bytes, ...], ...],
             returns=None,
         )
 
-    def _brief(self, request: SaveRequest, captured: Capture, step: int) -> Brief:
+    def _summary(self, request: SaveRequest, captured: Capture, step: int) -> StateSummary:
         known = self._plan.number if self._plan is not None else 0
         # An arena that held this very structure holds it again; any other may need more memory than there is.
         same = self._plan is not None and self._plan.structure == captured.structure and self._stager.capacity_bytes
         room = None if same else free_for_staging()
-        return Brief(
+        return StateSummary(
             captured.structure,
             captured.digests,
             captured.frozen,
             known,
             room,
-            unheard=self._unheard() is not None,
+            unreported=self._unreported() is not None,
             comparison=self._sampler.comparison(captured.structure),
             samples=self._sampler.take(captured.memory, captured.structure, step),
             held_bytes=self._stager.capacity_bytes,
             machine=machine_name(),
             ranks_here=ranks_here(),
-            said=digests_of(request) if self._ranks.size > 1 else (),
+            argument_digests=digests_of(request) if self._ranks.size > 1 else (),
         )
 
     def _follow(self, work: _Work, pending: PendingSave) -> None:
@@ -471,10 +471,10 @@ class Saver:
         decided = work.decided
         if decided.ranks_here:
             note_ranks_here(decided.ranks_here[self._ranks.rank])
-        if self._plan is None or decided.duties:
-            duty = decided.duties[self._ranks.rank]
-            files = lay_out(work.captured.inventory(), duty, rank=self._ranks.rank)
-            self._plan = _RankPlan(decided.number, duty, files, work.captured.structure)
+        if self._plan is None or decided.assignments:
+            assignment = decided.assignments[self._ranks.rank]
+            files = lay_out(work.captured.inventory(), assignment, rank=self._ranks.rank)
+            self._plan = _RankPlan(decided.number, assignment, files, work.captured.structure)
         return self._plan
 
     # Written before the call returns
@@ -498,11 +498,11 @@ class Saver:
         try:
             return on_leader(ranks, "commit", lambda: self._commit(work, receipts), returns=Saved)
         except Exception as error:
-            if ranks.size == 1 or is_leaders_word(error):
+            if ranks.size == 1 or is_agreed_error(error):
                 raise
             # The leader, or the way to it, was lost in the very moment of the commit.
             look = partial(self._find_committed, work.decided.folder)
-            return outcome_after(error, look, may_come_later=ranks.rank != 0)
+            return outcome_from_storage(error, look, may_come_later=ranks.rank != 0)
 
     def _write_together(self, work: _Work, pending: PendingSave, receipts: list[Receipt]) -> None:
         """Every rank writes. If one cannot, nothing can refer to what the others wrote, and all of it goes."""
@@ -523,7 +523,7 @@ class Saver:
             self._catalog.attempts.require_claim(decided.folder, decided.claim)
         mine = self._plan_of(work)
         tensors = stage(mine.files, work.captured.memory)
-        plain = self._plain_files(work, mine.duty)
+        plain = self._plain_files(work, mine.assignment)
         pending.size_bytes = sum(file.frame.size_bytes for file in tensors) + sum(file.size_bytes for file in plain)
         with Progress(f"saving step {work.request.step}", pending.size_bytes, shown=self._ranks.rank == 0) as progress:
             return write(
@@ -536,8 +536,8 @@ class Saver:
             )
 
     def _commit(self, work: _Work, receipts: list[Receipt]) -> Saved:
-        facts = self._leader.facts(work.request, work.decided.folder)
-        checkpoint = commit(facts, self._leader.listing, receipts, self._catalog)
+        facts = self._coordinator.facts(work.request, work.decided.folder)
+        checkpoint = commit(facts, self._coordinator.listing, receipts, self._catalog)
         if facts.links:
             point_latest(self._catalog.storage, checkpoint.folder)
         return _saved(checkpoint)
@@ -547,7 +547,7 @@ class Saver:
     def _write_behind(self, work: _Work, pending: PendingSave) -> None:
         """Stage, and leave the rest to a thread. From here on the other ranks count on this one's word, so a failure
         goes the same way; only a rank that is alone raises it at once."""
-        handed = HandedOver()
+        handed = WriterHandoff()
         failure: BaseException | None = None
         try:
             with pending.phase("stage"):
@@ -558,7 +558,7 @@ class Saver:
             self._stager.cancel()
         if self._behind is None:
             self._behind = self._ranks.branch("behind")
-        behind = Behind(
+        behind = BackgroundSave(
             pending,
             handed,
             self._behind,
@@ -575,11 +575,11 @@ class Saver:
             pending.wait()
             raise failure
 
-    def _stage(self, work: _Work, pending: PendingSave, handed: HandedOver) -> None:
+    def _stage(self, work: _Work, pending: PendingSave, handed: WriterHandoff) -> None:
         mine, memory = self._plan_of(work), work.captured.memory
         mode = self._mode_for(memory)
-        plain = self._plain_files(work, mine.duty)
-        self._part_with_dead_writer()
+        plain = self._plain_files(work, mine.assignment)
+        self._discard_dead_writer()
         pending.starts_writer = self._writer is None
         arena, images = self._stager.arrange(mine.files, plain)
         writer = self._writer_for(arena, Layout(mine.number, images, self._listing()))
@@ -589,7 +589,7 @@ class Saver:
         self._jobs += 1
         job = self._job(work, mine.number, self._stager.stage_plain(plain), eager=is_on_device(memory))
         handed.names = _names_of(job, images)
-        writer.tell(job)
+        writer.send(job)
         # Not before: whoever clears up after a failure waits for an answer of this writer.
         handed.number, handed.writer, handed.arena = job.number, writer, arena
         behind = mode in ("async_pinned", "async_device")
@@ -597,14 +597,14 @@ class Saver:
         staging = self._stager.stage(memory, mode, optimizers)
         handed.finish_staging = staging.finish
         if behind:
-            self._hold_back(optimizers)
+            self._install_step_hooks(optimizers)
         else:
             staging.finish()
             pending.mark_staged()
 
     def _job(self, work: _Work, layout_number: int, plain: tuple[PlainImage, ...], *, eager: bool) -> Job:
         ranks = self._ranks
-        facts = self._leader.facts(work.request, work.decided.folder) if ranks.rank == 0 else None
+        facts = self._coordinator.facts(work.request, work.decided.folder) if ranks.rank == 0 else None
         return Job(
             number=self._jobs,
             token=work.decided.claim,
@@ -621,18 +621,18 @@ class Saver:
         )
 
     def _listing(self) -> Listing | None:
-        return self._leader.listing if self._ranks.rank == 0 else None
+        return self._coordinator.listing if self._ranks.rank == 0 else None
 
-    def _part_with_dead_writer(self) -> None:
+    def _discard_dead_writer(self) -> None:
         if self._writer is not None and self._writer.is_gone():
             if self._writer.may_still_read:
                 self._stager.close()
             elif self._pending is not None and self._pending.error is None:
                 # Nobody was told of it: the last save was through when it ended.
                 logger.warning(
-                    "%s after step %d; a new one is started", self._writer.how_it_ended(), self._pending.step
+                    "%s after step %d; a new one is started", self._writer.describe_exit(), self._pending.step
                 )
-            self._writer.leave()
+            self._writer.shut_down()
             self._writer = None
 
     def _writer_for(self, arena: Arena, told: Layout) -> Writer:
@@ -652,7 +652,7 @@ class Saver:
             logger.info("saving in mode '%s': %s", self._mode, why)
         return self._mode
 
-    def _hold_back(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def _install_step_hooks(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """The next step of each optimizer waits, on the device, for the copy of what it changes."""
         for optimizer in optimizers:
             if id(optimizer) not in self._hooks:
@@ -662,14 +662,14 @@ class Saver:
 
     # What both have in common
 
-    def _plain_files(self, work: _Work, duty: Duty) -> list[PlainFile]:
+    def _plain_files(self, work: _Work, assignment: WriteAssignment) -> list[PlainFile]:
         rank, captured = self._ranks.rank, work.captured
         mine: dict[str, dict[str, Any]] = {}
-        for index in duty.trees:
-            tree, scope = captured.trees[index], duty.scopes[index]
+        for index in assignment.trees:
+            tree, scope = captured.trees[index], assignment.scopes[index]
             file = paths.SHARED_VALUES if scope == "" and rank == 0 else paths.values_file(rank)
             mine.setdefault(file, {})[paths.tree_name(tree.component, scope)] = msgspec.Raw(captured.texts[index])
-        for merged in self._leader.trees if rank == 0 else ():
+        for merged in self._coordinator.trees if rank == 0 else ():
             if merged.merged is not None:
                 mine.setdefault(merged.file, {})[merged.name] = merged.merged
         files = [values_file(name, trees) for name, trees in mine.items()]
@@ -679,9 +679,9 @@ class Saver:
         if saved is not None:
             self._note_commit(pending, saved)
         else:
-            self._leader.forget()
+            self._coordinator.forget()
 
-    def _clear_attempt(self, folder: str, handed: HandedOver) -> None:
+    def _clear_attempt(self, folder: str, handed: WriterHandoff) -> None:
         _discard(handed.names, folder, self._catalog)
 
     def _find_committed(self, folder: str) -> Saved | None:
@@ -698,7 +698,7 @@ class Saver:
             self._lineage = self._lineage.followed_by(saved.sequence, saved.segment)
             self._own = (self._own or Lineage()).followed_by(saved.sequence, saved.segment)
         self.head = saved.digest
-        self._leader.note_commit(pending.step, saved)
+        self._coordinator.note_commit(pending.step, saved)
         # Now, while it is the newest, which nobody removes.
         with contextlib.suppress(HoldfastError):
             pending.checkpoint = self._catalog.read(saved.folder)
@@ -731,8 +731,8 @@ class Saver:
         writer, self._writer = self._writer, None
         behind, self._behind = self._behind, None
         releases: list[Callable[[], None]] = [hook.remove for hook in hooks.values()]
-        releases += [writer.leave] if writer is not None else []
-        releases += [self._stager.close, self._leader.release_run, self._worker.stop]
+        releases += [writer.shut_down] if writer is not None else []
+        releases += [self._stager.close, self._coordinator.release_run, self._worker.stop]
         for release in releases:
             try:
                 release()
@@ -766,7 +766,7 @@ class _RankPlan:
     """This rank's part of a plan, which holds until the structure of some rank's state changes."""
 
     number: int
-    duty: Duty
+    assignment: WriteAssignment
     files: list[FileLayout]
     structure: str
 

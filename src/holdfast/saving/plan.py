@@ -1,4 +1,4 @@
-"""Decide who writes what. Every rank's inventory enters, each rank's duty leaves. Knows no torch, no files.
+"""Decide who writes what. Every rank's inventory enters, each rank's assignment leaves. Knows no torch, no files.
 
 A leaf that several ranks hold is written once, by the rank that has least to write so far, or, where they may differ,
 by the first. How a sharded tensor is cut was decided by PyTorch before; here the pieces are only checked to make up the
@@ -23,7 +23,7 @@ from holdfast.ondisk.dtypes import ELEMENT_TYPES
 from holdfast.ondisk.merging import references, union_of
 from holdfast.ondisk.regions import Box, cover_exactly
 from holdfast.ranks.wording import ranks_in_words
-from holdfast.saving.messages import Duty, Inventory, PartEntry, ReplicaSet, TreeEntry
+from holdfast.saving.messages import Inventory, PartEntry, ReplicaSet, TreeEntry, WriteAssignment
 
 Replicas = Literal["compare", "trust"]
 """Whether the ranks compare what they hold of one leaf, or it is the same on the user's word."""
@@ -67,7 +67,7 @@ class GlobalPlan:
     """The whole save: what each rank does, what the manifest will list, each rank's bytes of tensors, and what must be
     the same on several ranks. `compared` are the names of the leaves in each of the replica sets."""
 
-    duties: tuple[Duty, ...]
+    assignments: tuple[WriteAssignment, ...]
     leaves: tuple[LeafPlan, ...]
     trees: tuple[TreePlan, ...]
     sizes: tuple[int, ...]
@@ -85,8 +85,8 @@ def plan(inventories: Sequence[Inventory], replicas: Replicas = "compare") -> Gl
         _check_optimizer_states(inventories, trees)
     leaves, parts, sizes = _assign_parts(len(inventories), holdings)
     sets, compared = _replica_sets(inventories, holdings) if replicas == "compare" else ((), ())
-    duties = tuple(
-        Duty(
+    assignments = tuple(
+        WriteAssignment(
             scopes=scopes[rank],
             trees=tuple(
                 index
@@ -97,7 +97,7 @@ def plan(inventories: Sequence[Inventory], replicas: Replicas = "compare") -> Gl
         )
         for rank, inventory in enumerate(inventories)
     )
-    return GlobalPlan(duties, tuple(leaves), tuple(trees.values()), sizes, sets, compared)
+    return GlobalPlan(assignments, tuple(leaves), tuple(trees.values()), sizes, sets, compared)
 
 
 def _agree_on_scopes(inventories: Sequence[Inventory]) -> list[tuple[str, ...]]:

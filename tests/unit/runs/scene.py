@@ -101,7 +101,7 @@ class Run:
 
     def die(self) -> None:
         """As a process does: without a word."""
-        lease = self.saver._leader._lease
+        lease = self.saver._coordinator._lease
         if lease is not None:
             lease._heartbeat.stop()
 

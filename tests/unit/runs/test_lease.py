@@ -629,7 +629,7 @@ def test_within_one_lease_a_name_that_is_free_is_taken(storage: Any, mode: Any) 
     for _ in range(2):
         assert save(saver, 4) == "step-000000004"
         drop(storage, "step-000000004")
-        saver._leader.forget()
+        saver._coordinator.forget()
     saver.close()
 
 

@@ -282,16 +282,16 @@ def test_a_writer_that_is_killed_while_it_writes_fails_that_save_alone(tmp_path:
 def test_a_writer_that_is_killed_after_its_commit_fails_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hear = Writer.hear
+    receive = Writer.receive
 
     def killed_when_done(writer: Writer, *args: Any) -> Any:
-        answer = hear(writer, *args)
+        answer = receive(writer, *args)
         if isinstance(answer, Committed):
             writer.kill()
-            return hear(writer, *args)
+            return receive(writer, *args)
         return answer
 
-    monkeypatch.setattr(Writer, "hear", killed_when_done)
+    monkeypatch.setattr(Writer, "receive", killed_when_done)
     kinds: list[str] = []
     with holdfast.CheckpointManager(
         tmp_path,

@@ -32,7 +32,7 @@ def test_a_failure_is_told_after_it_is_certain_and_only_the_first_counts() -> No
     assert [(event.kind, event.error, done) for event, done in told] == [("failed", str(first), True)]
     with pytest.raises(SaveFailedError, match="the disk is full"):
         pending.result()
-    assert pending.heard
+    assert pending.reported
 
 
 @pytest.mark.parametrize(

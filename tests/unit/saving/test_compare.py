@@ -7,15 +7,15 @@ import torch
 
 from holdfast.saving.compare import (
     WINDOW_BYTES,
+    ReplicaMonitor,
     Sampler,
-    Watch,
     _sums_on_devices,
     _total,
     _windows,
     digest_parts,
     digest_sets,
 )
-from holdfast.saving.messages import Brief, ReplicaSet, Sample
+from holdfast.saving.messages import ReplicaSet, Sample, StateSummary
 
 PAIR = ReplicaSet((0, 1), ((0, 1),), (0, 0), "cpu", 1)
 
@@ -81,20 +81,20 @@ def test_a_window_is_the_same_however_the_memory_is_ordered() -> None:
         assert torch.equal(one.reshape(-1), other.reshape(-1))
 
 
-def brief(*samples: Sample, comparison: int = 1) -> Brief:
-    return Brief("", (), (), 1, comparison=comparison, samples=samples)
+def summary(*samples: Sample, comparison: int = 1) -> StateSummary:
+    return StateSummary("", (), (), 1, comparison=comparison, samples=samples)
 
 
-def watch() -> Watch:
-    found = Watch()
+def watch() -> ReplicaMonitor:
+    found = ReplicaMonitor()
     found.begin((PAIR,), (("model.a", "model.b"),))
     return found
 
 
 def test_a_sample_that_one_rank_sends_later_is_compared_when_it_is_there() -> None:
     watching = watch()
-    assert watching.note_samples([brief(Sample(1, 10, ((0, b"x"),))), brief()], 20) == ()
-    assert watching.note_samples([brief(), brief(Sample(1, 10, ((0, b"y"),)))], 30) == (0,)
+    assert watching.note_samples([summary(Sample(1, 10, ((0, b"x"),))), summary()], 20) == ()
+    assert watching.note_samples([summary(), summary(Sample(1, 10, ((0, b"y"),)))], 30) == (0,)
     error = watching.difference((0,), [((b"1", b"2"),), ((b"1", b"3"),)])
     assert error.leaf == "model.b"
     assert "step 10" in error.problem
@@ -103,15 +103,17 @@ def test_a_sample_that_one_rank_sends_later_is_compared_when_it_is_there() -> No
 
 def test_a_difference_that_is_gone_again_is_still_an_error() -> None:
     watching = watch()
-    assert watching.note_samples([brief(Sample(1, 10, ((0, b"x"),))), brief(Sample(1, 10, ((0, b"y"),)))], 20) == (0,)
+    assert watching.note_samples([summary(Sample(1, 10, ((0, b"x"),))), summary(Sample(1, 10, ((0, b"y"),)))], 20) == (
+        0,
+    )
     same = ((b"1", b"2"),)
     assert "step 10" in watching.difference((0,), [same, same]).problem
 
 
 def test_samples_of_other_sets_are_not_compared() -> None:
     watching = watch()
-    stale = brief(Sample(1, 10, ((0, b"y"),)), comparison=7)
-    assert watching.note_samples([brief(Sample(1, 10, ((0, b"x"),))), stale], 20) == ()
+    stale = summary(Sample(1, 10, ((0, b"y"),)), comparison=7)
+    assert watching.note_samples([summary(Sample(1, 10, ((0, b"x"),))), stale], 20) == ()
 
 
 def test_a_state_of_another_structure_is_not_sampled() -> None:

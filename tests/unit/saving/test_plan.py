@@ -109,4 +109,4 @@ def test_trusted_replicas_are_stored_once_and_not_compared() -> None:
     own = inventory(replica("a"))
     planned = plan([own, own], "trust")
     assert planned.replicas == ()
-    assert sum(len(duty.parts) for duty in planned.duties) == 1
+    assert sum(len(assignment.parts) for assignment in planned.assignments) == 1

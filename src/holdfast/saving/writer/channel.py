@@ -1,6 +1,6 @@
-"""The line between a trainer and its writer: messages over a socket pair, with a file handle where one belongs to it.
+"""The channel between a trainer and its writer: messages over a socket pair, some with a file handle.
 
-Values enter on one side and leave on the other, in order. The end of the line is an answer too: `receive` gives None.
+Messages arrive in the order in which they were sent. `receive` returns None once the other side is gone.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import msgspec
 
 from holdfast.ondisk.decoding import json_decoder
 
-__all__ = ["Line"]
+__all__ = ["Channel"]
 
 _LENGTH = struct.Struct("<Q")
 _READ_BYTES = 1 << 20
 _LOOK_MILLISECONDS = 250
 
 
-class Line:
-    """One end. `receives` is the type of what comes in."""
+class Channel:
+    """One end of the channel. `receives` is the type of the incoming messages."""
 
     def __init__(self, end: socket.socket, receives: Any) -> None:
         self._socket = end
@@ -39,7 +39,7 @@ class Line:
         return self._socket.fileno()
 
     def send(self, message: Any, handle: int | None = None) -> None:
-        """Say it. An `OSError` when the other side is gone."""
+        """Send a message. Raises `OSError` when the other side is gone."""
         data = msgspec.json.encode(message)
         frame = _LENGTH.pack(len(data)) + data
         with self._lock:
@@ -49,7 +49,7 @@ class Line:
             self._socket.sendall(memoryview(frame)[sent:])
 
     def receive(self, gone: Callable[[], bool]) -> Any | None:
-        """The next message; None when the other side is gone, which it may be although its end is open."""
+        """Return the next message, or None when the other side is gone. `gone` tells so while its end is still open."""
         # Not `select`, which cannot wait for a descriptor above 1,023.
         readable = select.poll()
         readable.register(self._socket, select.POLLIN)
@@ -65,7 +65,7 @@ class Line:
                 return None
 
     def take_handle(self) -> int:
-        """The handle that came with the message."""
+        """Return the handle that came with the message."""
         return self._handles.pop(0)
 
     def close(self) -> None:

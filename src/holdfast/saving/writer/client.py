@@ -1,7 +1,7 @@
-"""The trainer's end: start a writer, tell it what to write, hear how it went. Knows processes; knows no torch.
+"""The trainer's side of the writer: start it, send commands, receive replies. Knows processes; knows no torch.
 
 A storage that declares that another process can open it by its URL is written by a process; any other, such as one of
-the testing kit, by a thread of this process, with the same code behind the same line.
+the testing kit, by a thread of this process, with the same code over the same channel.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from collections.abc import Callable
 
 from holdfast.errors import SaveFailedError
 from holdfast.saving.staging.arena import Arena
-from holdfast.saving.writer.channel import Line
+from holdfast.saving.writer.channel import Channel
 from holdfast.saving.writer.launch import start_process
-from holdfast.saving.writer.messages import Answer, Layout, Leave, NewArena, Order
+from holdfast.saving.writer.messages import Command, Layout, NewArena, Reply, Shutdown
 from holdfast.storage.base import Storage, features_of
 
 logger = logging.getLogger("holdfast")
 
 __all__ = ["Writer", "start_writer"]
 
-_LEAVE_SECONDS = 5.0
-_END_SECONDS = 1.0
-# Orders are small, and a writer between two saves does nothing but wait for them.
+_SHUTDOWN_SECONDS = 5.0
+_EXIT_SECONDS = 1.0
+# Commands are small, and a writer between two saves does nothing but wait for them.
 _SEND_SECONDS = 60.0
 # The URLs of storages whose writer is a thread, as it was logged.
 _warned: set[str] = set()
 
 
 def start_writer(storage: Storage) -> Writer:
-    """A writer for that storage; it takes orders at once, though it may still be starting."""
+    """Return a writer for that storage. Commands can be sent at once, although it may still be starting."""
     ours, theirs = socket.socketpair()
     ours.settimeout(_SEND_SECONDS)
     reopens = features_of(storage).reopens_by_url
@@ -48,7 +48,7 @@ def start_writer(storage: Storage) -> Writer:
         return Writer(ours, process, None)
     if not reopens:
         _warn_of_thread(storage)
-    thread = _WriterThread(Line(theirs, Order), storage)
+    thread = _WriterThread(Channel(theirs, Command), storage)
     thread.start()
     return Writer(ours, None, thread)
 
@@ -66,11 +66,11 @@ def _warn_of_thread(storage: Storage) -> None:
 
 
 class _WriterThread(threading.Thread):
-    """A writer in this process. `error` is what ended it, when it did not end by order."""
+    """A writer in this process. `error` is the exception that ended it, None after a shutdown."""
 
-    def __init__(self, line: Line, storage: Storage) -> None:
+    def __init__(self, channel: Channel, storage: Storage) -> None:
         super().__init__(name="holdfast-writer", daemon=True)
-        self._line = line
+        self._channel = channel
         self._storage = storage
         self.error: BaseException | None = None
 
@@ -78,9 +78,9 @@ class _WriterThread(threading.Thread):
         from holdfast.saving.writer.server import serve
 
         try:
-            serve(self._line, lambda url: self._storage, lambda: False)
+            serve(self._channel, lambda url: self._storage, lambda: False)
         except BaseException as error:
-            # Raised here it would reach nobody; the line's end alone says that something happened, and not what.
+            # Raised here it would be lost: the trainer only sees that the channel was closed, and not why.
             self.error = error
             logger.warning("the writer thread ended by an error: %r", error, exc_info=True)
 
@@ -91,7 +91,7 @@ class Writer:
     def __init__(
         self, ours: socket.socket, process: subprocess.Popen[bytes] | None, thread: _WriterThread | None
     ) -> None:
-        self._line = Line(ours, Answer)
+        self._channel = Channel(ours, Reply)
         self._process = process
         self._thread = thread
         self._owner = os.getpid()
@@ -106,40 +106,40 @@ class Writer:
 
     @property
     def may_still_read(self) -> bool:
-        """Whether it was given up and could not be ended, so that the arena is not free."""
+        """Whether the writer is a thread that was given up and may still read the arena."""
         return self._given_up and self._thread is not None
 
-    def tell(self, order: Order, handle: int | None = None) -> None:
+    def send(self, command: Command, handle: int | None = None) -> None:
         try:
-            self._line.send(order, handle)
+            self._channel.send(command, handle)
         except TimeoutError as error:
             self.kill()
-            raise SaveFailedError("the writer took no orders any more and was ended") from error
+            raise SaveFailedError("the writer accepted no more commands and was ended") from error
         except OSError as error:
             raise self._gone() from error
 
     def use_arena(self, arena: Arena) -> None:
-        """Hand the arena over, once."""
+        """Send the arena, unless the writer has it already."""
         if self._arena is not arena:
-            self.tell(NewArena(arena.size_bytes), arena.handle)
+            self.send(NewArena(arena.size_bytes), arena.handle)
             self._arena = arena
 
     def use_layout(self, layout: Layout) -> None:
-        """Tell the layout, once."""
+        """Send the layout, unless the writer has it already."""
         if self._layout is None or self._layout.number != layout.number:
-            self.tell(layout)
+            self.send(layout)
             self._layout = layout
 
-    def hear(self, number: int, progress: Callable[[], int], stall_seconds: float) -> Answer:
-        """The next answer about a save. A writer that is gone, or whose `progress` stands still for too long, is an
-        error."""
-        watch = _Watch(progress, stall_seconds)
+    def receive(self, number: int, progress: Callable[[], int], stall_seconds: float) -> Reply:
+        """Return the next reply about a save. Raises when the writer is gone, or when `progress` does not change for
+        `stall_seconds`."""
+        watch = _StallTimer(progress, stall_seconds)
         while True:
-            answer: Answer | None = self._line.receive(lambda: self.is_gone() or watch.stalled())
-            if answer is None:
+            reply: Reply | None = self._channel.receive(lambda: self.is_gone() or watch.stalled())
+            if reply is None:
                 break
-            if answer.number == number:
-                return answer
+            if reply.number == number:
+                return reply
         if watch.stalled() and not self.is_gone():
             self.kill()
             raise SaveFailedError(
@@ -148,24 +148,24 @@ class Writer:
             )
         raise self._gone()
 
-    def leave(self) -> None:
-        """Let it finish and go; a process that does not is killed."""
+    def shut_down(self) -> None:
+        """Let the writer finish and exit; kill a process that does not."""
         if self._owner != os.getpid():
             return
         with contextlib.suppress(OSError):
-            self._line.send(Leave())
-        self._line.close()
+            self._channel.send(Shutdown())
+        self._channel.close()
         self._arena = None
         if self._process is not None:
             try:
-                self._process.wait(_LEAVE_SECONDS)
+                self._process.wait(_SHUTDOWN_SECONDS)
             except subprocess.TimeoutExpired:
                 self.kill()
         if self._thread is not None and not self._given_up:
-            self._thread.join(_LEAVE_SECONDS)
+            self._thread.join(_SHUTDOWN_SECONDS)
 
     def kill(self) -> None:
-        """End it. A thread cannot be ended; it is left alone, with an arena that is not used any more."""
+        """End the writer. A thread cannot be ended: it keeps an arena that is not used any more."""
         self._given_up = True
         if self._process is not None and self._owner == os.getpid():
             self._process.kill()
@@ -178,29 +178,29 @@ class Writer:
             return self._process.poll() is not None
         return self._thread is not None and not self._thread.is_alive()
 
-    def how_it_ended(self) -> str:
-        """Return what is known of the end of a writer that is gone, as a sentence without its end."""
+    def describe_exit(self) -> str:
+        """Return how a writer that is gone has ended, as the beginning of a sentence."""
         if self._thread is not None:
-            self._thread.join(_END_SECONDS)
+            self._thread.join(_EXIT_SECONDS)
             error = self._thread.error
             return "the writer thread ended" if error is None else f"the writer thread failed ({error!r})"
         code = None
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                code = self._process.wait(_END_SECONDS)
+                code = self._process.wait(_EXIT_SECONDS)
         if code is not None and code < 0:
             return f"the writer process was killed by {_signal_name(-code)}"
         return "the writer process ended" if code is None else f"the writer process ended with status {code}"
 
     def _gone(self) -> SaveFailedError:
         return SaveFailedError(
-            f"{self.how_it_ended()} before the save was committed",
+            f"{self.describe_exit()} before the save was committed",
             advice="every older checkpoint is untouched, and the next save starts a new writer",
         )
 
-    def let_go_in_child(self) -> None:
-        """A forked child has no part in this: it must not hold the line open when the trainer is gone."""
-        self._line.close()
+    def close_in_child(self) -> None:
+        """Close this end in a forked child: a copy there would keep the channel open after the trainer is gone."""
+        self._channel.close()
 
 
 def _signal_name(number: int) -> str:
@@ -210,8 +210,8 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-class _Watch:
-    """Notices that a number has not moved for some time."""
+class _StallTimer:
+    """Detects that a number has not changed for some time."""
 
     def __init__(self, progress: Callable[[], int], stall_seconds: float) -> None:
         self._progress = progress
@@ -231,7 +231,7 @@ _writers: weakref.WeakSet[Writer] = weakref.WeakSet()
 
 def _let_go_in_child() -> None:
     for writer in list(_writers):
-        writer.let_go_in_child()
+        writer.close_in_child()
 
 
 os.register_at_fork(after_in_child=_let_go_in_child)

@@ -46,8 +46,8 @@ def drain(
     `eager` begins at once. Else a processor is making the copy: it is left alone for a moment, in which most copies are
     done, because both would use the same memory and the disk is the slower one.
 
-    `check_source` raises when whoever stages will never finish; it is asked while there is nothing to do. `on_created`
-    hears of every file that came to be here: those, and no others, are ours to remove.
+    `check_source` raises when staging will never finish; it is called while there is nothing to do. `on_created` is
+    called with the name of every file that this call created: only those may be removed.
     """
     digesting = _Digesting(images, arena, patient=not eager)
     digesting.start()
@@ -116,7 +116,7 @@ class _Digesting:
         self._stopped = False
 
     def start(self) -> None:
-        with _where_threads_start():
+        with _ignoring_thread_limits():
             self._thread.start()
 
     def stop(self) -> None:
@@ -152,7 +152,7 @@ class _Digesting:
             for number in range(count)
         ]
         try:
-            with _where_threads_start():
+            with _ignoring_thread_limits():
                 for helper in helpers:
                     helper.start()
             yield
@@ -176,7 +176,7 @@ class _Digesting:
 
     @contextmanager
     def _noted(self) -> Iterator[None]:
-        """What goes wrong in a thread ends all of them, and is raised where the result is asked for."""
+        """Keep an exception of a thread for `result`, and end all threads."""
         try:
             yield
         except BaseException as error:
@@ -201,7 +201,7 @@ class _Digesting:
             )
 
     def _wait_until_staged(self, position: int) -> int:
-        """How much is staged then."""
+        """Wait for that many staged bytes, and return how many are staged then."""
         while (staged := self._arena.staged) < position and not self._stopped:
             time.sleep(_PAUSE_SECONDS)
         return staged
@@ -210,7 +210,7 @@ class _Digesting:
 def _each_block(
     images: Sequence[Image], digests_of_images: Sequence[Sequence[list[str]]]
 ) -> Iterator[tuple[list[str], int, int, int]]:
-    """Where the digest of a block belongs, and where its bytes are.
+    """Yield the place of the digest of each block, and where its bytes are.
 
     No method: an unfinished generator that holds its object is a cycle, and a writer collects no garbage.
     """
@@ -224,12 +224,12 @@ def _each_block(
 
 
 @contextmanager
-def _where_threads_start() -> Iterator[None]:
-    """A process that ends, or has too many threads, starts no more of them. Whoever asks does the work itself then."""
+def _ignoring_thread_limits() -> Iterator[None]:
+    """Suppress the failure to start a thread, as at the end of a process: the caller then does the work itself."""
     with contextlib.suppress(RuntimeError):
         yield
 
 
 def _digesters(size_bytes: int) -> int:
-    """One keeps up with one disk. Where a training leaves processors unused, more of them do with a faster one."""
+    """Return the number of digesting threads. One keeps up with one disk; a faster one needs more."""
     return max(1, min(_MAX_DIGESTERS, own_processors() // 4, size_bytes // _PATIENT_BYTES))

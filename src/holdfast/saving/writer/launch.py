@@ -39,12 +39,12 @@ from holdfast.saving.writer.process import main
 main()
 """
 _PACKAGES = (holdfast, blake3, msgspec)
-# Those that say how text is encoded and whether byte code is written: they must be as in this process.
+# Those that decide how text is encoded and whether byte code is written: they must be as in this process.
 _KEPT_VARIABLES = {"PYTHONUTF8", "PYTHONCOERCECLOCALE", "PYTHONDONTWRITEBYTECODE"}
 
 
 def start_process(handle: int) -> subprocess.Popen[bytes]:
-    """Start a writer process that has one end of a line under this handle."""
+    """Start a writer process that has one end of a channel under this handle."""
     imports = json.dumps([_package_folders(), _further_folders()])
     return subprocess.Popen(
         # -P: no current folder; -s: no folder of the user's, unless this process has it.
@@ -53,7 +53,7 @@ def start_process(handle: int) -> subprocess.Popen[bytes]:
         pass_fds=[handle],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        # Whoever ends the training's group of processes must not end the writer with it.
+        # A signal to the training's process group must not end the writer.
         start_new_session=True,
     )
 

@@ -1,7 +1,7 @@
-"""What a writer is told and what it answers: images of files in an arena, a save to write, how it went. Values only.
+"""The commands to a writer and its replies: images of files in an arena, a save to write, its outcome. Values only.
 
-The images change only when the structure of the state does, so they are told once, as a `Layout`; each save then is a
-`Job` that names it.
+The images change only when the structure of the state does, so they are sent once, as a `Layout`; each save then is a
+`Job` that refers to it.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Layout(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Job(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """One save. It may come before all of it is staged: the arena says how far that is. `token` is the same on all
-    ranks, and on no other save."""
+    """One save. It may arrive before everything is staged; `Arena.staged` counts the bytes that are. `token` is the
+    same on all ranks, and on no other save."""
 
     number: int
     token: str
@@ -79,7 +79,7 @@ class Job(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Commit(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """To the leader's writer: every rank's part should be there. `waits`: or will be soon."""
+    """Sent to the leader's writer when every rank's part should be there. `waits`: wait for parts that are not."""
 
     number: int
     waits: bool = True
@@ -91,7 +91,7 @@ class Discard(msgspec.Struct, frozen=True, tag=True, array_like=True):
     number: int
 
 
-class Leave(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class Shutdown(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """No more saves."""
 
 
@@ -130,5 +130,5 @@ class SignedReceipt(msgspec.Struct, frozen=True):
     receipt: Receipt
 
 
-Order = NewArena | Layout | Job | Commit | Discard | Leave
-Answer = Written | Committed | Discarded | Failed
+Command = NewArena | Layout | Job | Commit | Discard | Shutdown
+Reply = Written | Committed | Discarded | Failed

@@ -1,4 +1,4 @@
-"""What a writer does with its orders: write, wait for the word, commit. Runs in a process of its own or in a thread.
+"""Carry out the commands of a trainer: write, commit, discard. Runs in the writer process or in a thread.
 
 If the trainer is gone after everything was staged, the writer goes on: a follower's part ends with its receipt, and the
 leader's writer looks for the receipts of all ranks and commits when they are there.
@@ -30,10 +30,10 @@ from holdfast.runs.run_record import open_run
 from holdfast.saving.commit import commit
 from holdfast.saving.messages import Receipt
 from holdfast.saving.staging.arena import Arena
-from holdfast.saving.writer.channel import Line
+from holdfast.saving.writer.channel import Channel
 from holdfast.saving.writer.drain import drain
 from holdfast.saving.writer.messages import (
-    Answer,
+    Command,
     Commit,
     Committed,
     Discard,
@@ -42,9 +42,9 @@ from holdfast.saving.writer.messages import (
     Image,
     Job,
     Layout,
-    Leave,
     NewArena,
-    Order,
+    Reply,
+    Shutdown,
     SignedReceipt,
     Written,
 )
@@ -60,24 +60,24 @@ _LONGEST_LOOK_SECONDS = 2.0
 
 
 def serve(
-    line: Line,
+    channel: Channel,
     open_storage: Callable[[str], Storage],
     gone: Callable[[], bool],
     identity: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Take orders until the trainer leaves or is gone. `identity` is laid down with each claim."""
-    _Writer(line, open_storage, gone, identity).run()
+    """Handle commands until the trainer shuts the writer down or is gone. `identity` is stored with each claim."""
+    _Writer(channel, open_storage, gone, identity).run()
 
 
 class _Writer:
     def __init__(
         self,
-        line: Line,
+        channel: Channel,
         open_storage: Callable[[str], Storage],
         gone: Callable[[], bool],
         identity: Mapping[str, Any],
     ) -> None:
-        self._line = line
+        self._channel = channel
         self._identity = identity
         self._open_storage = open_storage
         self._gone = gone
@@ -88,59 +88,59 @@ class _Writer:
         self._receipt = Receipt((), ())
         self._created: list[str] = []
         self._committed_layout: int | None = None
-        # From here on somebody may count on this save's files: a manifest that names them, or a leader's writer that
-        # has seen this rank's receipt. What fails now must not remove them.
+        # Set once another process may rely on the files of this save: a manifest names them, or a leader's writer has
+        # seen this rank's receipt. A later failure must not remove them.
         self._sealed = False
         self._heart: Heartbeat | None = None
 
     def run(self) -> None:
         try:
-            while (order := self._line.receive(self._gone)) is not None and not isinstance(order, Leave):
-                self._obey(order)
-            if order is None and self._job is not None:
+            while (command := self._channel.receive(self._gone)) is not None and not isinstance(command, Shutdown):
+                self._handle(command)
+            if command is None and self._job is not None:
                 self._finish_alone(self._job)
         finally:
             if self._heart is not None:
                 self._heart.stop()
-            self._let_go()
-            self._line.close()
+            self._release_arena()
+            self._channel.close()
 
-    def _obey(self, order: Order) -> None:
-        if isinstance(order, NewArena):
-            self._let_go()
-            self._arena = Arena(self._line.take_handle(), order.size_bytes)
-        elif isinstance(order, Layout):
-            self._layout = order
-        elif isinstance(order, Job):
-            self._job, self._created, self._sealed = order, [], False
-            self._answer(order, self._write)
-        elif isinstance(order, Commit) and self._job is None:
-            self._say(Failed(order.number, error_record(SaveFailedError("there is nothing to commit"))))
-        elif isinstance(order, Commit) and self._job is not None:
-            self._answer(self._job, partial(self._commit, waits=order.waits))
-        elif isinstance(order, Discard):
+    def _handle(self, command: Command) -> None:
+        if isinstance(command, NewArena):
+            self._release_arena()
+            self._arena = Arena(self._channel.take_handle(), command.size_bytes)
+        elif isinstance(command, Layout):
+            self._layout = command
+        elif isinstance(command, Job):
+            self._job, self._created, self._sealed = command, [], False
+            self._reply_to(command, self._write)
+        elif isinstance(command, Commit) and self._job is None:
+            self._send(Failed(command.number, error_record(SaveFailedError("there is nothing to commit"))))
+        elif isinstance(command, Commit) and self._job is not None:
+            self._reply_to(self._job, partial(self._commit, waits=command.waits))
+        elif isinstance(command, Discard):
             if self._job is not None and not (self._sealed and self._job.rank == 0):
                 self._remove(self._job, self._created)
             self._job = None
-            self._say(Discarded(order.number))
+            self._send(Discarded(command.number))
 
-    def _answer(self, job: Job, work: Callable[[Job], Answer]) -> None:
-        """Do it and say how it went. A trainer that is gone meanwhile does not hear it, and is noticed next."""
+    def _reply_to(self, job: Job, work: Callable[[Job], Reply]) -> None:
+        """Do the work and send its outcome. A trainer that is gone meanwhile is noticed at the next `receive`."""
         try:
-            answer = work(job)
+            reply = work(job)
         except BaseException as error:
             if not self._sealed:
                 self._remove(job, self._created)
                 self._job = None
-            answer = Failed(job.number, error_record(error), self._sealed)
+            reply = Failed(job.number, error_record(error), self._sealed)
             if not isinstance(error, Exception):
-                self._say(answer)
+                self._send(reply)
                 raise
-        self._say(answer)
+        self._send(reply)
 
-    def _say(self, answer: Answer) -> None:
+    def _send(self, reply: Reply) -> None:
         with contextlib.suppress(OSError):
-            self._line.send(answer)
+            self._channel.send(reply)
 
     # The work
 
@@ -177,7 +177,7 @@ class _Writer:
             ) from None
 
     def _lease_of(self, job: Job) -> int:
-        """The number that the leader writes under. If it is gone, this process says for it that the run is in use."""
+        """Return the number under which the leader writes. If the leader is gone, this process renews its lease."""
         number = job.facts.lease if job.facts is not None else 0
         if number and self._heart is None:
             token = job.facts.lease_token if job.facts is not None else ""
@@ -187,7 +187,7 @@ class _Writer:
 
     def _staged_images(self, job: Job) -> tuple[Arena, tuple[Image, ...]]:
         if self._arena is None or self._layout is None or self._layout.number != job.layout:
-            raise SaveFailedError("the writer was not told what to write")
+            raise SaveFailedError("the writer has no layout or no arena for this job")
         return self._arena, self._layout.images
 
     def _check_source(self, job: Job) -> None:
@@ -195,7 +195,7 @@ class _Writer:
             raise SaveFailedError("the training ended before its state was staged", step=job.step)
 
     def _put_receipt(self, job: Job, storage: Storage) -> None:
-        """The part is durable, and this says so to whoever survives."""
+        """Write the receipt: the part is durable, also for a leader's writer that outlives this process."""
         name = paths.receipt_file(job.rank)
         self._sealed = True
         self._created.append(name)
@@ -222,7 +222,7 @@ class _Writer:
         )
 
     def _receipts(self, job: Job, storage: Storage, patience_seconds: float) -> list[Receipt]:
-        """The receipts of the other ranks, once all are there."""
+        """Return the receipts of the other ranks, once all are there."""
         wanted = {paths.receipt_file(rank) for rank in range(1, job.size)}
         deadline = time.monotonic() + patience_seconds
         pause = _FIRST_LOOK_SECONDS
@@ -241,7 +241,7 @@ class _Writer:
         return receipts
 
     def _finish_alone(self, job: Job) -> None:
-        """The trainer is gone. Its part is durable; the leader's writer commits when all others' are."""
+        """Finish a save whose trainer is gone. Its part is durable; the leader's writer commits once all parts are."""
         if job.rank != 0:
             return
         try:
@@ -253,12 +253,12 @@ class _Writer:
         else:
             logger.warning("step %d was committed after the training had ended", job.step)
 
-    # Clearing up
+    # Cleanup
 
     def _remove(self, job: Job, names: list[str]) -> None:
-        """Give back the room. What stays is debris that nothing refers to."""
+        """Remove files of an attempt. What cannot be removed is debris that nothing refers to."""
         storage = self._catalog(job).storage
-        # The newest first: a receipt must not outlive what it speaks of.
+        # The newest first: a receipt must not outlive the files that it lists.
         for name in reversed(names):
             try:
                 storage.delete(paths.key(job.folder, name))
@@ -270,7 +270,7 @@ class _Writer:
             self._catalogs[job.run] = Catalog(self._open_storage(job.run))
         return self._catalogs[job.run]
 
-    def _let_go(self) -> None:
+    def _release_arena(self) -> None:
         arena, self._arena = self._arena, None
         if arena is not None:
             arena.close()
@@ -290,7 +290,7 @@ def _read_receipt(storage: Storage, job: Job, name: str) -> Receipt:
 
 
 def _require_files(receipts: list[Receipt], job: Job, storage: Storage) -> None:
-    """What a receipt names must be in this storage: a rank may have written to a disk of its own."""
+    """Raise unless the files of the receipts are in this storage: a rank may have written to a local disk."""
     sizes = {entry.name: entry.size_bytes for entry in storage.entries(job.folder)}
     for receipt in receipts:
         for file in receipt.files:

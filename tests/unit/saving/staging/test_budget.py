@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.saving.coordinator import neighbours, rooms_for_staging
-from holdfast.saving.messages import Brief
+from holdfast.saving.messages import StateSummary
 from holdfast.saving.staging.budget import free_for_staging
 
 GIB = 1 << 30
@@ -136,11 +136,18 @@ def test_more_that_is_used_than_may_be_leaves_nothing(tmp_path: Path) -> None:
     assert free_for_staging(root) == 0
 
 
-def brief(machine: str, room: int | None = 12 * GIB, **more: int) -> Brief:
-    return Brief("structure", (), (), 0, room, machine=machine, **more)
+def summary(machine: str, room: int | None = 12 * GIB, **more: int) -> StateSummary:
+    return StateSummary("structure", (), (), 0, room, machine=machine, **more)
 
 
 def test_ranks_that_share_a_machine_share_its_memory_whatever_their_launcher_says() -> None:
-    briefs = [brief("a"), brief("b"), brief("a"), brief("a", ranks_here=6), brief("c", held_bytes=5), brief("b", None)]
-    assert neighbours(briefs) == (3, 2, 3, 3, 1, 2)
-    assert rooms_for_staging(briefs) == [4 * GIB, 6 * GIB, 4 * GIB, 2 * GIB, 12 * GIB + 5, None]
+    summaries = [
+        summary("a"),
+        summary("b"),
+        summary("a"),
+        summary("a", ranks_here=6),
+        summary("c", held_bytes=5),
+        summary("b", None),
+    ]
+    assert neighbours(summaries) == (3, 2, 3, 3, 1, 2)
+    assert rooms_for_staging(summaries) == [4 * GIB, 6 * GIB, 4 * GIB, 2 * GIB, 12 * GIB + 5, None]

@@ -32,9 +32,9 @@ def test_what_ends_a_writer_outside_of_its_answers_is_named(
     arena = Arena.make(4096)
 
     def give_order() -> None:
-        # More than any process can map: the order fails before there is a save to answer for.
-        writer.tell(NewArena(1 << 60), arena.handle)
-        writer.hear(1, lambda: 0, 60.0)
+        # More than any process can map: the command fails before there is a save to reply for.
+        writer.send(NewArena(1 << 60), arena.handle)
+        writer.receive(1, lambda: 0, 60.0)
 
     with pytest.raises(SaveFailedError, match=r"the writer (thread|process) .*before the save was committed") as caught:
         give_order()
@@ -43,7 +43,7 @@ def test_what_ends_a_writer_outside_of_its_answers_is_named(
     told = caplog.text if is_thread else capfd.readouterr().err
     assert "Cannot allocate memory" in told
     assert "Traceback" in told
-    writer.leave()
+    writer.shut_down()
     arena.close()
 
 
@@ -82,12 +82,12 @@ def test_a_writer_that_is_a_thread_is_logged_once_for_each_storage(
     for storage in (LocalStorage(tmp_path), Reopening("memory://declared")):
         writer = start_writer(storage)
         assert writer.process_id is not None
-        writer.leave()
+        writer.shut_down()
     assert caplog.text == ""
 
 
 def test_a_living_writer_answers_what_it_cannot_do(storage: Any) -> None:
     writer = start_writer(storage)
-    writer.tell(Commit(3))
-    assert "nothing to commit" in str(writer.hear(3, lambda: 0, 60.0))
-    writer.leave()
+    writer.send(Commit(3))
+    assert "nothing to commit" in str(writer.receive(3, lambda: 0, 60.0))
+    writer.shut_down()

@@ -1,4 +1,4 @@
-"""What a writer answers to its orders, over a line as the trainer's, against a storage in memory."""
+"""What a writer answers to its commands, over a channel as the trainer's, against a storage in memory."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pytest
 from holdfast.errors import StorageError
 from holdfast.saving.facts import Facts, Listing
 from holdfast.saving.staging.arena import Arena
-from holdfast.saving.writer.channel import Line
+from holdfast.saving.writer.channel import Channel
 from holdfast.saving.writer.messages import (
-    Answer,
+    Command,
     Commit,
     Committed,
     Discard,
@@ -25,10 +25,10 @@ from holdfast.saving.writer.messages import (
     Image,
     Job,
     Layout,
-    Leave,
     NewArena,
-    Order,
     PlainImage,
+    Reply,
+    Shutdown,
     Written,
 )
 from holdfast.saving.writer.server import serve
@@ -38,30 +38,30 @@ FOLDER = "step-000000001"
 
 
 class Talk:
-    """The trainer's end of a line to a writer in a thread."""
+    """The trainer's end of a channel to a writer in a thread."""
 
     def __init__(self, storage: MemoryStorage | None = None) -> None:
         ours, theirs = socket.socketpair()
         self.storage = storage or MemoryStorage()
-        self.line = Line(ours, Answer)
-        other = Line(theirs, Order)
+        self.channel = Channel(ours, Reply)
+        other = Channel(theirs, Command)
         self.thread = threading.Thread(
             target=lambda: serve(other, lambda url: self.storage, lambda: False), daemon=True
         )
         self.thread.start()
 
-    def ask(self, order: Any, handle: int | None = None) -> Any:
-        self.line.send(order, handle)
-        return self.line.receive(lambda: not self.thread.is_alive())
+    def ask(self, command: Any, handle: int | None = None) -> Any:
+        self.channel.send(command, handle)
+        return self.channel.receive(lambda: not self.thread.is_alive())
 
 
 @pytest.fixture
 def talk() -> Iterator[Talk]:
     made = Talk()
     yield made
-    made.line.close()
+    made.channel.close()
     made.thread.join(60)
-    assert not made.thread.is_alive(), "it ends with its line"
+    assert not made.thread.is_alive(), "it ends with its channel"
 
 
 def job(*, rank: int = 0, size: int = 1, plain: tuple[PlainImage, ...] = ()) -> Job:
@@ -86,24 +86,24 @@ def hand_over(talk: Talk) -> Arena:
     arena = Arena.make(1 << 20)
     arena.begin()
     arena.memory[:100] = bytes(range(100))
-    talk.line.send(NewArena(arena.size_bytes), arena.handle)
-    talk.line.send(Layout(1, tuple[Image, ...](), Listing((), ())))
+    talk.channel.send(NewArena(arena.size_bytes), arena.handle)
+    talk.channel.send(Layout(1, tuple[Image, ...](), Listing((), ())))
     return arena
 
 
-def test_orders_that_make_no_sense_are_answered_and_the_next_one_is_heard(talk: Talk) -> None:
+def test_commands_that_make_no_sense_get_a_reply_and_the_next_one_is_handled(talk: Talk) -> None:
     nothing = talk.ask(Commit(7))
     assert isinstance(nothing, Failed)
     assert nothing.number == 7
     assert "nothing to commit" in str(nothing.error)
     untold = talk.ask(job())
     assert isinstance(untold, Failed)
-    assert "not told what to write" in str(untold.error)
+    assert "has no layout or no arena" in str(untold.error)
     assert talk.ask(Discard(8)) == Discarded(8)
 
 
 def test_a_writer_that_is_told_to_leave_ends(talk: Talk) -> None:
-    talk.line.send(Leave())
+    talk.channel.send(Shutdown())
     talk.thread.join(60)
     assert not talk.thread.is_alive()
 
@@ -121,10 +121,10 @@ def test_a_commit_that_does_not_wait_fails_at_once_where_a_part_is_missing(talk:
     arena = hand_over(talk)
     assert talk.ask(job(size=2, plain=(PlainImage("values.json", 0, 100),))) == Written(1, 100)
     begin = time.monotonic()
-    answer = talk.ask(Commit(1, waits=False))
-    assert isinstance(answer, Failed)
-    assert "of 2 ranks' parts these are missing" in str(answer.error)
-    assert not answer.sealed, "nobody can count on it"
+    reply = talk.ask(Commit(1, waits=False))
+    assert isinstance(reply, Failed)
+    assert "of 2 ranks' parts these are missing" in str(reply.error)
+    assert not reply.sealed, "nobody can count on it"
     assert time.monotonic() - begin < 50, "the job would have let it wait for 60 s"
     assert not talk.storage.entries(FOLDER)
     arena.close()
@@ -165,7 +165,7 @@ def test_a_momentary_error_while_the_receipts_are_read_costs_no_save(failures: l
     assert isinstance(leader.ask(Commit(1, waits=waits)), Committed)
     assert storage.failures == []
     for talk, arena in zip((leader, follower), arenas, strict=True):
-        talk.line.close()
+        talk.channel.close()
         talk.thread.join(60)
         arena.close()
 
@@ -176,10 +176,10 @@ def test_an_error_that_does_not_pass_ends_the_wait_for_receipts_with_that_error(
     arena = hand_over(leader)
     assert leader.ask(job(size=2, plain=(PlainImage("values.json", 0, 100),))) == Written(1, 100)
     storage.failures = ["entries"] * 1000
-    answer = leader.ask(Commit(1, waits=False))
-    assert isinstance(answer, Failed)
-    assert "ESTALE" in str(answer.error)
+    reply = leader.ask(Commit(1, waits=False))
+    assert isinstance(reply, Failed)
+    assert "ESTALE" in str(reply.error)
     storage.failures = []
-    leader.line.close()
+    leader.channel.close()
     leader.thread.join(60)
     arena.close()
