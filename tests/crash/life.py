@@ -190,7 +190,7 @@ class Manager(CheckpointManager):
 
     @property
     def head(self) -> str | None:
-        return self._saver.head
+        return self._saver.lineage.head
 
     def die(self) -> None:
         """A process that is dead leaves no thread and releases nothing."""

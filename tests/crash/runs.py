@@ -23,8 +23,8 @@ from holdfast.ranks.store import StoreRanks
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.selector import Selector
 from holdfast.runs.verify import verify
-from holdfast.saving.coordinator import SaveRequest
 from holdfast.saving.pipeline import Saver, save
+from holdfast.saving.request import SaveRequest
 from holdfast.state.wrappers import PerRank
 from holdfast.storage.base import Storage
 from holdfast.testing import SimulatedCrash
@@ -81,7 +81,7 @@ def run(storage: Storage, n: int) -> Witness:
     def rank(ranks: Ranks) -> None:
         catalog, parent = Catalog(storage), None
         for step in STEPS:
-            saved = save(SaveRequest(step, components(step, ranks.rank), parent=parent), catalog, ranks)
+            saved = save(SaveRequest(step, components(step, ranks.rank)), catalog, ranks, parent=parent)
             parent = saved.digest
             if step not in witness.committed:
                 witness.committed.append(step)
@@ -205,7 +205,7 @@ def violations(storage: Storage, n: int, witness: Witness) -> list[str]:
         wrong += [text for rank in range(n) for text in restored_wrongly(catalog, latest.folder, latest.step, rank, n)]
         parent = latest.digest
     try:
-        saved = save(SaveRequest(3, components(3, 0), parent=parent), Catalog(storage), Alone())
+        saved = save(SaveRequest(3, components(3, 0)), Catalog(storage), Alone(), parent=parent)
     except Exception as error:
         return [*wrong, f"G6: the next save fails: {error}"]
     return wrong + restored_wrongly(Catalog(storage), saved.folder, 3, 0, 1)

@@ -15,8 +15,8 @@ from holdfast.ranks.base import Ranks
 from holdfast.ranks.single import Alone
 from holdfast.ranks.store import StoreRanks
 from holdfast.runs.catalog import Catalog
-from holdfast.saving.coordinator import SaveRequest
 from holdfast.saving.pipeline import Saver
+from holdfast.saving.request import SaveRequest
 from holdfast.storage.base import Storage, StorageFeatures
 from holdfast.testing import MemoryStorage, PowerLossStorage
 from holdfast.testing.storages import _Wrapper
@@ -197,7 +197,7 @@ def test_a_leader_that_is_cut_off_from_its_writer_has_nothing_removed_that_may_b
     savers: list[Saver] = []
 
     def cut() -> None:
-        writer: Any = savers[0]._writer
+        writer: Any = savers[0]._async.supervisor.writer
         writer._channel._socket.close()
 
     def live(rank: int) -> None:

@@ -18,8 +18,8 @@ from holdfast.loading.strategy import LoadStrategy
 from holdfast.ranks.single import Alone
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.selector import Selector
-from holdfast.saving.coordinator import SaveRequest
 from holdfast.saving.pipeline import save
+from holdfast.saving.request import SaveRequest
 from holdfast.storage.base import Storage
 from holdfast.storage.local.local import LocalStorage
 from holdfast.testing import CrashingStorage, MemoryStorage, PowerLossStorage

@@ -30,8 +30,8 @@ from holdfast.errors import RankError, SaveFailedError, SaveUncertainError, Stor
 from holdfast.ranks.base import Ranks
 from holdfast.ranks.store import torch_ranks
 from holdfast.runs.catalog import Catalog
-from holdfast.saving.coordinator import SaveRequest
 from holdfast.saving.pipeline import Saver
+from holdfast.saving.request import SaveRequest
 from holdfast.saving.staging.budget import ranks_here
 from holdfast.storage.base import Links, StorageFeatures
 from holdfast.storage.local.local import LocalStorage

@@ -292,9 +292,9 @@ def test_without_the_wait_a_torn_save_is_noticed(tmp_path: Path) -> None:
     """The tests above can fail: a race, so it is only shown where it is hit."""
 
     def forget_the_wait(manager: holdfast.CheckpointManager) -> None:
-        stager = manager._saver._stager
-        assert stager._staging is not None, "there was something to wait for"
-        stager._staging = None
+        copier = manager._saver._async.stager._copier
+        assert copier._staging is not None, "there was something to wait for"
+        copier._staging = None
 
     if not update_in_place(tmp_path / "run", "async_pinned", forget_the_wait, 12):
         pytest.skip("the update never overtook the copy on this device")
@@ -327,7 +327,9 @@ def test_hooks_memory_and_writers_are_given_back(mode: Any, tmp_path: Path) -> N
             manager.wait()
             assert len(hooks) == (0 if mode == "async" else 1), "one for all saves"
             assert belongings() == (before[0] + 1, before[1] + 1)
-            assert manager._saver._stager._views[0].is_pinned(), "page-locked, or copies would be slow and block"
+            assert manager._saver._async.stager._placement.views[0].is_pinned(), (
+                "page-locked, or copies would be slow and block"
+            )
             del manager
         if round_number == 0:
             gc.collect()

@@ -19,7 +19,7 @@ from holdfast.errors import (
     error_from_record,
     error_record,
 )
-from holdfast.saving.background import as_save_error
+from holdfast.saving.outcome import as_save_error
 
 
 class BucketError(StorageError):

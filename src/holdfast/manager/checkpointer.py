@@ -27,15 +27,15 @@ from holdfast.manager.arguments import (
 )
 from holdfast.manager.results import SaveHandle
 from holdfast.ondisk.codec import encode
-from holdfast.ondisk.manifest import STATE_DICT_NOTE
+from holdfast.ondisk.manifest import STATE_DICT_NOTE, UserMetadata
 from holdfast.ondisk.paths import check_component_name, check_step
 from holdfast.ranks.store import torch_ranks
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.events import Event
 from holdfast.runs.selector import check_tag
-from holdfast.saving.coordinator import SaveRequest
 from holdfast.saving.pipeline import Saver
 from holdfast.saving.plan import Replicas
+from holdfast.saving.request import SaveRequest
 from holdfast.saving.stage import ChosenMode
 from holdfast.state.wrappers import United
 from holdfast.storage.base import Storage
@@ -119,13 +119,15 @@ class AsyncCheckpointer:
             return SaveRequest(
                 step=check_step(step),
                 components=components,
-                metrics=encoded_metrics(metrics),
-                progress=encoded("progress", progress),
-                extra={
-                    **encoded("extra", extra),
-                    STATE_DICT_NOTE: encode(note, path=STATE_DICT_NOTE, on_tensor=None),
-                },
-                tags=() if tag is None else (check_tag(tag),),
+                metadata=UserMetadata(
+                    metrics=encoded_metrics(metrics),
+                    progress=encoded("progress", progress),
+                    extra={
+                        **encoded("extra", extra),
+                        STATE_DICT_NOTE: encode(note, path=STATE_DICT_NOTE, on_tensor=None),
+                    },
+                    tags=() if tag is None else (check_tag(tag),),
+                ),
             )
 
         handle = SaveHandle(self._saver.save(step, request), self._catalog)

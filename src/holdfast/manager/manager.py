@@ -40,6 +40,7 @@ from holdfast.manager.reports import Reports
 from holdfast.manager.results import SaveHandle
 from holdfast.manager.schedule import Pace
 from holdfast.manager.triggers import Trigger
+from holdfast.ondisk.manifest import UserMetadata
 from holdfast.ondisk.paths import check_component_name, check_step
 from holdfast.ranks.base import on_leader
 from holdfast.ranks.store import torch_ranks
@@ -54,10 +55,10 @@ from holdfast.runs.readers import reading
 from holdfast.runs.retention import Decision, KeepPolicy
 from holdfast.runs.selection import choose_own
 from holdfast.runs.selector import Selector, check_tag, parse_selector
-from holdfast.saving.background import PendingSave
-from holdfast.saving.coordinator import SaveRequest
+from holdfast.saving.pending import PendingSave
 from holdfast.saving.pipeline import Saver
 from holdfast.saving.plan import Replicas
+from holdfast.saving.request import SaveRequest
 from holdfast.saving.stage import ChosenMode
 from holdfast.state.names import cuts_of, follow_models, kind_of, refuse_flat_parameters, unwrap
 from holdfast.state.rng import RNGState
@@ -212,11 +213,11 @@ class CheckpointManager:
             keep=keep,
             links=self._links,
             may_write=lambda: saver.hold_run(),
-            in_use=lambda: {saver.head, *needed},
+            in_use=lambda: {saver.lineage.head, *needed},
             own_line=True,
             emit=lambda event: saver.tell(event),
         )
-        self._reports = Reports(self._catalog, self._housekeeper, own=lambda: saver.own)
+        self._reports = Reports(self._catalog, self._housekeeper, own=lambda: saver.lineage.own)
         self._saver.on_commit = partial(_after_commit, self._reports, self._housekeeper)
         if save is not None:
             self._hold_run()
@@ -350,17 +351,19 @@ class CheckpointManager:
                 step=check_step(step),
                 components=self._components,
                 pipeline_stage=self._pipeline_stage,
-                metrics=encoded_metrics(metrics),
-                progress=encoded("progress", progress),
-                extra=encoded("extra", extra),
-                config=self._config,
-                guards={**encoded("guards", guards), **self._carried_guards()},
-                tags=() if tag is None else (check_tag(tag),),
+                metadata=UserMetadata(
+                    metrics=encoded_metrics(metrics),
+                    progress=encoded("progress", progress),
+                    extra=encoded("extra", extra),
+                    config=self._config,
+                    guards={**encoded("guards", guards), **self._carried_guards()},
+                    tags=() if tag is None else (check_tag(tag),),
+                    epoch=check_epoch(epoch) if epoch is not None else self._pace.epoch,
+                    ranking=self._ranking,
+                ),
                 assets=self._assets,
                 links=self._links is not False,
-                epoch=check_epoch(epoch) if epoch is not None else self._pace.epoch,
                 again=again,
-                ranking=self._ranking,
                 carried=self._carry(),
             )
 
@@ -624,7 +627,7 @@ class CheckpointManager:
 
     def _find_to_annotate(self, selector: Selector) -> Checkpoint:
         """Return the checkpoint that a selector names: of several of one step, the one on this manager's line."""
-        found, own = self._catalog.find(selector), self._saver.own
+        found, own = self._catalog.find(selector), self._saver.lineage.own
         if selector.kind != "step" or own is None:
             return found
         return choose_own(self._catalog.survey(), selector.step, own) or found
@@ -789,7 +792,7 @@ class CheckpointManager:
             self._start_line(Lineage.of(checkpoint) if own_run else Lineage())
             return RestoreResult(resumed=False, **parts)
         if own_run:
-            self._saver.continue_from(checkpoint)
+            self._saver.lineage.continue_from(checkpoint, self._catalog)
             self._reports.drop_failed()
         else:
             self._start_line(Lineage())
@@ -810,7 +813,7 @@ class CheckpointManager:
         """Begin at step 0, or with the state of another run: no checkpoint of this run belongs to this training yet, so
         no save may be skipped for one, whatever the manager did before. `own` are those that it may
         report on: what it restored, or None for any where it restored nothing."""
-        self._saver.start_line(own)
+        self._saver.lineage.start(own)
         self._reports.drop_failed()
         self._pace.note_fresh_start()
 

@@ -20,7 +20,8 @@ from holdfast.runs.cleanup import Housekeeper
 from holdfast.runs.lineage import Lineage
 from holdfast.runs.selection import choose, choose_own
 from holdfast.runs.selector import Selector
-from holdfast.saving.background import PendingSave, as_save_error
+from holdfast.saving.outcome import as_save_error
+from holdfast.saving.pending import PendingSave
 
 logger = logging.getLogger("holdfast")
 

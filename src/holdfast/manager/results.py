@@ -7,7 +7,8 @@ import logging
 from holdfast.errors import HoldfastError, KeyMissingError
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint
-from holdfast.saving.background import PendingSave, Saved
+from holdfast.saving.outcome import Saved
+from holdfast.saving.pending import PendingSave
 
 logger = logging.getLogger("holdfast")
 

@@ -111,6 +111,21 @@ class MeshRecord(msgspec.Struct, frozen=True, kw_only=True, order=True):
     dimensions: tuple[str, ...] = ()
 
 
+class UserMetadata(msgspec.Struct, frozen=True, kw_only=True):
+    """What the caller of a save states about a checkpoint. The body of its manifest has each of these fields, under the
+    same name; a save hands them from its arguments to the manifest as this one record. Values that may hold more than
+    JSON can express are encoded by the codec."""
+
+    metrics: dict[str, Any] = {}
+    progress: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
+    config: Any = None
+    guards: dict[str, Any] = {}
+    tags: tuple[str, ...] = ()
+    epoch: int | None = None
+    ranking: Ranking = ()
+
+
 class Body(msgspec.Struct, frozen=True, kw_only=True):
     """A committed checkpoint, but for its tensors. Values that may hold more than JSON can say (`metrics` ... `guards`)
     are encoded by the codec.

@@ -28,13 +28,14 @@ def commit(
             chunks[leaf].append(chunk)
     for name, written in chunks.items():
         if not written:
-            raise SaveFailedError("no rank wrote it", step=facts.step, leaf=name)
+            raise SaveFailedError("no rank reported writing it", step=facts.step, leaf=name)
+    ancestry = facts.ancestry
     manifest = Manifest(
         run_id=open_run(catalog),
         folder=facts.folder,
         step=facts.step,
-        sequence=max(catalog.next_sequence(), facts.lineage.next_sequence),
-        parent=facts.parent,
+        sequence=max(catalog.next_sequence(), ancestry.lineage.next_sequence),
+        parent=ancestry.parent,
         created=datetime.now(UTC).isoformat(timespec="microseconds"),
         world_size=len(receipts),
         meshes=facts.meshes,
@@ -42,23 +43,16 @@ def commit(
         files=tuple(file for receipt in receipts for file in receipt.files),
         tensors=tuple(msgspec.structs.replace(leaf, chunks=tuple(chunks[leaf.name])) for leaf in listing.leaves),
         trees=listing.trees,
-        metrics=facts.metrics,
-        progress=facts.progress,
-        extra=facts.extra,
-        config=facts.config,
-        guards=facts.guards,
-        tags=facts.tags,
         versions=facts.versions,
-        line=facts.lineage.ranges,
-        segments=facts.lineage.segments,
-        segment=facts.segment,
-        epoch=facts.epoch,
-        ranking=facts.ranking,
+        line=ancestry.lineage.ranges,
+        segments=ancestry.lineage.segments,
+        segment=ancestry.segment,
+        **msgspec.structs.asdict(facts.metadata),
     )
     require_number(catalog.storage, facts.lease, facts.lease_token)
     try:
         return catalog.add(manifest, same_tensors=same_tensors)
     except KeyExistsError:
-        # Whoever took the run over in between has given this attempt up.
+        # A process that took the run over in between has closed this attempt.
         require_number(catalog.storage, facts.lease, facts.lease_token)
         raise

@@ -1,6 +1,6 @@
-"""What the leader decides about a save, and what it keeps from one to the next: the plan, and the line of the run.
+"""What the leader decides about a save, and what it keeps from one to the next: the plan, and the lease on the run.
 
-Every rank's word enters; a plan, a folder's name and the facts of the manifest leave. Knows no tensors.
+Every rank's summary enters; a plan, a folder's name and the facts of the manifest leave. Knows no tensors.
 """
 
 from __future__ import annotations
@@ -11,14 +11,11 @@ import platform
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
 import torch
-from blake3 import blake3
+from msgspec.structs import replace
 
 from holdfast._version import __version__
 from holdfast.errors import (
@@ -29,66 +26,33 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.ondisk import paths
-from holdfast.ondisk.codec import Json
-from holdfast.ondisk.manifest import MeshRecord, Ranking, TensorRecord, TreeRecord
+from holdfast.ondisk.manifest import MeshRecord, TensorRecord, TreeRecord
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.lease import Lease
-from holdfast.runs.lineage import Lineage, ancestry
 from holdfast.runs.orphans import wait_for_orphans
 from holdfast.runs.run_record import open_run
-from holdfast.saving.background import Saved
+from holdfast.saving.committed_steps import CommittedSteps
 from holdfast.saving.compare import ReplicaMonitor
 from holdfast.saving.facts import Facts, Listing
-from holdfast.saving.messages import COMPARED_ARGUMENTS, Inventory, SavePlan, StateSummary, WriteAssignment
+from holdfast.saving.messages import Inventory, SavePlan, StateSummary, WriteAssignment
+from holdfast.saving.outcome import Saved
 from holdfast.saving.plan import GlobalPlan, Replicas, plan
+from holdfast.saving.request import COMPARED_ARGUMENTS, SaveRequest
 from holdfast.state.frozen import frozen_guards
-from holdfast.state.trees import CarriedTree, FrozenEntry
+from holdfast.state.trees import FrozenEntry
 
 logger = logging.getLogger("holdfast")
 
-__all__ = ["Coordinator", "SaveRequest", "digests_of"]
+__all__ = ["Coordinator"]
 
 _ROOM_FOR_RECORDS_BYTES = 1 << 20
 _ROOM_FOR_HEADERS_BYTES = 16 << 20
 _SHOWN_RANKS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class SaveRequest:
-    """What to save: the live objects, and the facts that go into the manifest, encoded."""
-
-    step: int
-    components: Mapping[str, Any]
-    pipeline_stage: int | None = None
-    parent: str | None = None
-    lineage: Lineage = field(default_factory=Lineage)
-    segment: str = ""
-    metrics: Mapping[str, Json] = field(default_factory=dict)
-    progress: Mapping[str, Json] = field(default_factory=dict)
-    extra: Mapping[str, Json] = field(default_factory=dict)
-    config: Json = None
-    guards: Mapping[str, Json] = field(default_factory=dict)
-    tags: Sequence[str] = ()
-    assets: Sequence[Path] = ()
-    links: bool = True
-    epoch: int | None = None
-    again: bool = False
-    ranking: Ranking = ()
-    carried: Sequence[CarriedTree] = ()
-
-
-def digests_of(request: SaveRequest) -> tuple[str, ...]:
-    """Return a short digest of each argument that `COMPARED_ARGUMENTS` lists, empty where it was not given."""
-    epoch = [] if request.epoch is None else [request.epoch]
-    given = (sorted(request.metrics), request.progress, request.extra, request.guards, list(request.tags), epoch)
-    return tuple(
-        blake3(msgspec.json.encode(value, order="sorted")).hexdigest(length=8) if value else "" for value in given
-    )
-
-
 class Coordinator:
-    """What the leader keeps from save to save: the plan, and which steps the line of the run has."""
+    """The leader's decisions about saves, and the state that they need: the plan, the lease, the committed steps."""
 
     def __init__(
         self,
@@ -117,8 +81,7 @@ class Coordinator:
         self._frozen: list[FrozenEntry] = []
         self._plan = GlobalPlan((), (), (), ())
         self._meshes: tuple[MeshRecord, ...] = ()
-        self._line: dict[int, str] | None = None
-        self._line_head: str | None = None
+        self._committed = CommittedSteps(catalog)
         self._attempts: dict[int, int] | None = None
         self._lease: Lease | None = None
         self._warned_of_arguments = False
@@ -129,7 +92,7 @@ class Coordinator:
         return self._plan.trees
 
     def begin(self, request: SaveRequest, summaries: list[StateSummary]) -> SavePlan:
-        """Whether there is anything to do, and whether the plan of the last save holds."""
+        """Decide whether there is anything to write, and whether the plan of the last save holds."""
         if all(summary.unreported for summary in summaries):
             return SavePlan(unreported=True)
         self._compare_arguments(summaries)
@@ -139,9 +102,7 @@ class Coordinator:
         differing = self._monitor.note_samples(summaries, request.step)
         if differing:
             return self._stop_for(differing)
-        if self._line_head != request.parent:
-            # Another checkpoint was restored since. A commit would make the old line look like the new one.
-            self._line = None
+        self._committed.follow(request.ancestry.parent)
         found = None if request.again else self._read_committed(request)
         if found is not None:
             size_bytes, sequence = found.size_bytes, found.sequence
@@ -174,7 +135,7 @@ class Coordinator:
             )
 
     def plan(self, request: SaveRequest, inventories: list[Inventory]) -> SavePlan:
-        """A new plan. Nothing is touched before it stands and there is room for it."""
+        """Make a new plan. Nothing is written before it is complete and there is room for it."""
         planned = plan(inventories, self._replicas)
         self._plan = planned
         self._meshes = tuple(sorted({mesh for inventory in inventories for mesh in inventory.meshes}))
@@ -226,35 +187,27 @@ class Coordinator:
         return SavePlan(differing=differing)
 
     def facts(self, request: SaveRequest, folder: str) -> Facts:
+        """Return the facts of the manifest of a save."""
+        metadata = request.metadata
         return Facts(
             step=request.step,
             folder=folder,
-            parent=request.parent,
+            metadata=replace(metadata, guards={**metadata.guards, **frozen_guards(self._frozen)}),
+            ancestry=request.ancestry,
             meshes=self._meshes,
-            metrics=dict(request.metrics),
-            progress=dict(request.progress),
-            extra=dict(request.extra),
-            config=request.config,
-            guards={**request.guards, **frozen_guards(self._frozen)},
-            tags=tuple(request.tags),
-            lineage=request.lineage,
-            segment=request.segment,
+            versions={"holdfast": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
             lease=self.lease,
             lease_token=self._lease.token if self._lease is not None else "",
             links=request.links,
-            epoch=request.epoch,
-            ranking=request.ranking,
-            versions={"holdfast": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
         )
 
     def note_commit(self, step: int, saved: Saved) -> None:
-        if self._line is not None:
-            self._line[step] = saved.folder
-            self._line_head = saved.digest
+        """Take note of a checkpoint that this training has committed."""
+        self._committed.add(step, saved.folder, saved.digest)
 
     @property
     def lease(self) -> int:
-        """The number under which this process writes, 0 as long as it has not."""
+        """The number under which this process writes; 0 as long as it does not."""
         return self._lease.number if self._lease is not None else 0
 
     def hold_run(self) -> None:
@@ -285,8 +238,9 @@ class Coordinator:
             self._lease.release()
 
     def forget(self) -> None:
-        """Something went wrong: look at the run anew before the next save."""
-        self._line = self._attempts = None
+        """Look at the run anew before the next save, because something failed."""
+        self._committed.forget()
+        self._attempts = None
 
     def _holds(self, summaries: Sequence[StateSummary]) -> bool:
         # What the ranks hold in parts is merged from their values, which have to travel each time.
@@ -324,7 +278,7 @@ class Coordinator:
         )
 
     def _name(self, step: int) -> str:
-        """A folder's name. The leader's writer claims it, behind the training, and fails if somebody else was first."""
+        """Return a new folder's name. The leader's writer claims it later, and fails if another process was first."""
         if self._attempts is None:
             open_run(self._catalog)
             self._attempts = self._catalog.attempts.highest_by_step()
@@ -332,7 +286,7 @@ class Coordinator:
         return paths.folder_name(step, self._attempts[step])
 
     def _first_attempt(self, step: int) -> int:
-        """The lowest number of an attempt whose name no writer before this one can still be deleting."""
+        """Return the lowest number of an attempt whose name no writer before this one can still be deleting."""
         return self._lease.floor.first_attempt(step) if self._lease is not None else 1
 
     def _must_stream(self) -> bool:
@@ -365,39 +319,17 @@ class Coordinator:
             )
 
     def _read_committed(self, request: SaveRequest) -> Checkpoint | None:
-        """Return the checkpoint of the step, if this line of the run has it. One that is removed at this moment, whose
-        manifest is damaged, or in whose folder another line's lies by now, does not count: the step is saved again."""
+        """Return the checkpoint of the step, if this lineage has it. One that is removed at this moment, whose manifest
+        is damaged, or in whose folder one of another lineage lies by now, does not count: the step is saved again."""
         try:
-            folder = self._committed_at(request)
-            found = self._catalog.read(folder) if folder is not None else None
+            found = self._committed.read(request.step, request.ancestry)
         except (KeyMissingError, CorruptCheckpointError, UnsupportedFormatError):
             found = None
             self.forget()
-        if found is not None and found not in request.lineage:
+        if found is not None and found not in request.ancestry.lineage:
             self.forget()
             return None
         return found
-
-    def _committed_at(self, request: SaveRequest) -> str | None:
-        """The folder in which this line of the run has that step. The line is read once, and then kept in mind."""
-        if self._line is None or self._line_head != request.parent:
-            # What cannot be read now is no reason to lose a save: at the worst a step is written a second time.
-            scan = self._catalog.survey()
-            # Another writer of the run may have removed the head of the line; what it goes back to is known.
-            known = [checkpoint for checkpoint in scan.checkpoints if checkpoint in request.lineage]
-            found = ancestry(request.parent, scan.checkpoints) or known
-            self._line = {checkpoint.step: checkpoint.folder for checkpoint in reversed(found)}
-            self._line_head = request.parent
-        folder = self._line.get(request.step)
-        if folder is None:
-            return None
-        try:
-            self._catalog.read(folder)
-        except KeyMissingError:
-            # Somebody removed it since.
-            self._line = None
-            return None
-        return folder
 
 
 def neighbours(summaries: Sequence[StateSummary]) -> tuple[int, ...]:
@@ -418,6 +350,6 @@ def rooms_for_staging(summaries: Sequence[StateSummary]) -> list[int | None]:
 
 
 def _pattern(summaries: Sequence[StateSummary]) -> list[int]:
-    """Which ranks have the same values of which trees: all that a plan takes from their digests."""
+    """Return which ranks have the same values of which trees: all that a plan takes from their digests."""
     classes: dict[str, int] = {}
     return [classes.setdefault(digest, len(classes)) for summary in summaries for digest in summary.digests]

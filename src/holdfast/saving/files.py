@@ -18,7 +18,9 @@ from holdfast.ondisk.files import PlainFile, TensorFile
 from holdfast.ondisk.manifest import BLOCK_BYTES
 from holdfast.ondisk.regions import whole
 from holdfast.ondisk.safetensors import Frame, FramedChunk, frame
+from holdfast.saving.capture import Capture
 from holdfast.saving.messages import Inventory, WriteAssignment
+from holdfast.saving.plan import TreePlan
 from holdfast.state.tensors import source_of
 
 MAX_FILE_BYTES = 4 << 30
@@ -37,7 +39,7 @@ class FileLayout:
 
 
 def lay_out(inventory: Inventory, assignment: WriteAssignment, *, rank: int) -> list[FileLayout]:
-    """The tensor files that this rank writes. The same as long as the structure of the state is."""
+    """Return the tensor files that this rank writes. They are the same as long as the structure of the state is."""
     names = [
         paths.tree_name(tree.component, scope) for tree, scope in zip(inventory.trees, assignment.scopes, strict=True)
     ]
@@ -56,8 +58,8 @@ def lay_out(inventory: Inventory, assignment: WriteAssignment, *, rank: int) -> 
     return files
 
 
-def stage(files: Sequence[FileLayout], memory: Sequence[Any]) -> list[TensorFile]:
-    """The files with where their bytes come from: the memory behind the parts of the inventory."""
+def with_sources(files: Sequence[FileLayout], memory: Sequence[Any]) -> list[TensorFile]:
+    """Return the files with the sources of their bytes: the memory of each part of the inventory."""
     return [
         TensorFile(file.name, file.frame, [source_of(memory[part], _PIECE_BYTES) for part in file.parts])
         for file in files
@@ -65,7 +67,7 @@ def stage(files: Sequence[FileLayout], memory: Sequence[Any]) -> list[TensorFile
 
 
 def split(chunks: Sequence[FramedChunk]) -> Iterator[list[FramedChunk]]:
-    """Groups of chunks that make one file each: none over the limit, and no leaf twice in one file."""
+    """Yield groups of chunks that make one file each: none over the limit, and no leaf twice in one file."""
     group: list[FramedChunk] = []
     names: set[str] = set()
     size = 0
@@ -81,14 +83,34 @@ def split(chunks: Sequence[FramedChunk]) -> Iterator[list[FramedChunk]]:
         yield group
 
 
+def plain_files(
+    captured: Capture,
+    assignment: WriteAssignment,
+    rank: int,
+    trees: Sequence[TreePlan],
+    assets: Sequence[Path],
+) -> list[PlainFile]:
+    """Return this rank's files that are no tensor files: values, and on the leader merged values and assets."""
+    own: dict[str, dict[str, Any]] = {}
+    for index in assignment.trees:
+        tree, scope = captured.trees[index], assignment.scopes[index]
+        file = paths.SHARED_VALUES if scope == "" and rank == 0 else paths.values_file(rank)
+        own.setdefault(file, {})[paths.tree_name(tree.component, scope)] = msgspec.Raw(captured.texts[index])
+    for merged in trees if rank == 0 else ():
+        if merged.merged is not None:
+            own.setdefault(merged.file, {})[merged.name] = merged.merged
+    files = [values_file(name, values) for name, values in own.items()]
+    return files + asset_files(assets) if rank == 0 else files
+
+
 def values_file(name: str, trees: Mapping[str, Json | msgspec.Raw]) -> PlainFile:
-    """The file of the values that are no tensors."""
+    """Return the file of the values that are no tensors."""
     data = msgspec.json.encode({"trees": trees})
     return PlainFile(name, len(data), lambda: iter((memoryview(data),)))
 
 
 def asset_files(assets: Sequence[Path]) -> list[PlainFile]:
-    """Every file of the given files and folders, under the name by which a person would look for it."""
+    """Return every file of the given files and folders, under its own name."""
     found = []
     for asset in assets:
         if not asset.exists():

@@ -85,10 +85,6 @@ class WriteAssignment(msgspec.Struct, frozen=True, array_like=True):
     parts: tuple[int, ...]
 
 
-COMPARED_ARGUMENTS = ("metrics", "progress", "extra", "guards", "tag", "epoch")
-"""The arguments of a save of which rank 0's are stored. Of metrics the names are compared, of the others the values."""
-
-
 class StateSummary(msgspec.Struct, frozen=True, array_like=True):
     """What a rank sends first. It is enough where the coordinator knows the structure: the plan of the last save holds.
 

@@ -12,6 +12,7 @@ import torch
 
 from holdfast.errors import StorageError
 from holdfast.manager.arguments import encoded_metrics
+from holdfast.ondisk.manifest import UserMetadata
 from holdfast.ranks.single import Alone
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint
@@ -21,8 +22,8 @@ from holdfast.runs.events import Event
 from holdfast.runs.lease import Lease
 from holdfast.runs.process_identity import Identity, birth_of, this_process
 from holdfast.runs.retention import KeepPolicy
-from holdfast.saving.coordinator import SaveRequest
 from holdfast.saving.pipeline import Saver
+from holdfast.saving.request import SaveRequest
 from holdfast.testing.storages import _Wrapper
 
 HERE = this_process()
@@ -90,13 +91,13 @@ class Run:
             keep=keep,
             links=links,
             may_write=self.saver.hold_run,
-            in_use=lambda: {self.saver.head},
+            in_use=lambda: {self.saver.lineage.head},
             emit=self.events.append,
         )
         return self.keeper
 
     def save(self, step: int, *, tags: tuple[str, ...] = (), **metrics: Any) -> Checkpoint:
-        request = SaveRequest(step, {"part": Part()}, metrics=encoded_metrics(metrics), tags=tags)
+        request = SaveRequest(step, {"part": Part()}, UserMetadata(metrics=encoded_metrics(metrics), tags=tuple(tags)))
         return self.catalog.read(self.saver.save(step, lambda: request).result().folder)
 
     def die(self) -> None:

@@ -115,7 +115,7 @@ def test_a_reader_that_comes_just_before_or_after_the_end_reads_all_of_it_or_kno
     for step in (1, 2):
         save(saver, step)
     storage.before, storage.do = operation, come
-    keeper = Housekeeper(catalog, keep=KeepLast(1), may_write=saver.hold_run, in_use=lambda: {saver.head})
+    keeper = Housekeeper(catalog, keep=KeepLast(1), may_write=saver.hold_run, in_use=lambda: {saver.lineage.head})
     keeper.clean_up()
     assert met == [when == "before"]
     assert steps(inner) == [2]

@@ -6,7 +6,8 @@ import pytest
 
 from holdfast.errors import HoldfastError, SaveFailedError, StorageError, UsageError
 from holdfast.runs.events import Event
-from holdfast.saving.background import PendingSave, Saved, as_save_error
+from holdfast.saving.outcome import Saved, as_save_error
+from holdfast.saving.pending import PendingSave
 
 
 def test_whoever_carries_a_save_out_can_ask_for_its_outcome_and_not_wait_for_it() -> None:
@@ -14,7 +15,7 @@ def test_whoever_carries_a_save_out_can_ask_for_its_outcome_and_not_wait_for_it(
     saved = Saved("step-000000003", "d" * 64)
     assert not pending.wait(0), "any other thread may wait"
     pending.mark_worker()
-    with pytest.raises(UsageError, match=r"step 3.*waits for the save that it is told of"):
+    with pytest.raises(UsageError, match=r"step 3.*called wait\(\) on the save that reports this event"):
         pending.wait()
     pending.mark_saved(saved)
     assert pending.result() is saved

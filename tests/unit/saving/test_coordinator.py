@@ -10,8 +10,9 @@ import pytest
 from holdfast.errors import UsageError
 from holdfast.ondisk.regions import whole
 from holdfast.runs.catalog import Catalog
-from holdfast.saving.coordinator import Coordinator, SaveRequest
+from holdfast.saving.coordinator import Coordinator
 from holdfast.saving.messages import Inventory, PartEntry, Sample, StateSummary, TreeEntry
+from holdfast.saving.request import SaveRequest
 from holdfast.storage.local.local import LocalStorage
 
 SAME = [(b"same",), (b"same",)]

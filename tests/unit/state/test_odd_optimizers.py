@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 import holdfast
 from holdfast import CheckpointManager
 from holdfast.errors import StateMismatchError, UsageError
-from holdfast.saving.stage import changes_in_step_alone
+from holdfast.saving.staging.step_hooks import changes_in_step_alone
 
 
 class Lookahead(Optimizer):

@@ -18,7 +18,7 @@ from holdfast.formats.dcp.assignments import StoredTensor, StoredValue
 from holdfast.formats.dcp.layout import LOOSE, NOTE, is_leaf, nested_items, trees_of
 from holdfast.ondisk import paths
 from holdfast.ondisk.codec import encode
-from holdfast.ondisk.manifest import TensorRecord, TreeRecord
+from holdfast.ondisk.manifest import TensorRecord, TreeRecord, UserMetadata
 from holdfast.ondisk.regions import Box, cover_exactly
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint
@@ -27,6 +27,7 @@ from holdfast.saving.commit import commit
 from holdfast.saving.facts import Facts, Listing
 from holdfast.saving.files import values_file
 from holdfast.saving.messages import Receipt
+from holdfast.saving.training_lineage import Ancestry
 from holdfast.saving.write import write
 
 __all__ = ["Attempt", "commit_results", "place_of"]
@@ -110,17 +111,10 @@ def _facts(attempt: Attempt, note: Mapping[str, Any]) -> Facts:
     return Facts(
         folder=attempt.folder,
         step=attempt.step,
-        parent=attempt.parent,
+        metadata=UserMetadata(extra={NOTE: encode(note, path=NOTE, on_tensor=None)}),
+        ancestry=Ancestry(attempt.parent, attempt.lineage, attempt.segment),
         meshes=(),
-        metrics={},
-        progress={},
-        extra={NOTE: encode(note, path=NOTE, on_tensor=None)},
-        config=None,
-        guards={},
-        tags=(),
         versions={"holdfast": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
-        lineage=attempt.lineage,
-        segment=attempt.segment,
         lease=attempt.lease,
         lease_token=attempt.lease_token,
     )

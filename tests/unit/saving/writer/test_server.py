@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from holdfast.errors import StorageError
+from holdfast.ondisk.manifest import UserMetadata
 from holdfast.saving.facts import Facts, Listing
 from holdfast.saving.staging.arena import Arena
+from holdfast.saving.training_lineage import Ancestry
 from holdfast.saving.writer.channel import Channel
 from holdfast.saving.writer.messages import (
     Command,
@@ -65,19 +67,7 @@ def talk() -> Iterator[Talk]:
 
 
 def job(*, rank: int = 0, size: int = 1, plain: tuple[PlainImage, ...] = ()) -> Job:
-    facts = Facts(
-        step=1,
-        folder=FOLDER,
-        parent=None,
-        meshes=(),
-        metrics={},
-        progress={},
-        extra={},
-        config=None,
-        guards={},
-        tags=(),
-        versions={},
-    )
+    facts = Facts(step=1, folder=FOLDER, metadata=UserMetadata(), ancestry=Ancestry(), meshes=(), versions={})
     return Job(1, "token", 1, "memory", FOLDER, 1, rank, size, plain, facts if rank == 0 else None, 60.0, True)
 
 
@@ -102,7 +92,7 @@ def test_commands_that_make_no_sense_get_a_reply_and_the_next_one_is_handled(tal
     assert talk.ask(Discard(8)) == Discarded(8)
 
 
-def test_a_writer_that_is_told_to_leave_ends(talk: Talk) -> None:
+def test_a_writer_ends_after_a_shutdown(talk: Talk) -> None:
     talk.channel.send(Shutdown())
     talk.thread.join(60)
     assert not talk.thread.is_alive()

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.saving.stage import Staging, _groups, _without
 from holdfast.saving.staging.arena import Arena
+from holdfast.saving.staging.device_copy import Staging, _groups, _without
 
 
 @given(st.lists(st.integers(1, 400), max_size=60))

@@ -1,0 +1,200 @@
+"""Stage a save in the call and hand it to the writer; the rest runs in the background. Knows torch.
+
+The writer starts while the state is still being staged. From the handoff on the other ranks rely on this one, so a
+failure to stage takes the same way as any other: through the background save, to all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from holdfast.ondisk import paths
+from holdfast.ranks.base import Ranks
+from holdfast.runs.catalog import Catalog
+from holdfast.runs.worker import WorkerThread
+from holdfast.saving.agreement import AgreedSave, Agreement
+from holdfast.saving.background import BackgroundSave, WriterHandoff
+from holdfast.saving.completion import Completion
+from holdfast.saving.coordinator import Coordinator
+from holdfast.saving.current import CurrentSave
+from holdfast.saving.files import plain_files
+from holdfast.saving.pending import PendingSave
+from holdfast.saving.stage import ChosenMode, Mode, Stager
+from holdfast.saving.staging.device_copy import best_mode, is_on_device
+from holdfast.saving.staging.step_hooks import StepHooks, changes_in_step_alone
+from holdfast.saving.writer.messages import Image, Job, Layout, PlainImage
+from holdfast.saving.writer.supervisor import WriterSupervisor
+from holdfast.state.names import unwrap
+
+__all__ = ["AsyncSaver", "StagedSave"]
+
+logger = logging.getLogger("holdfast")
+
+_PARTING_SECONDS = 5.0
+_LONGEST_SECONDS = 1e9
+
+
+class StagedSave:
+    """A save that the writer has, or the failure to stage it."""
+
+    def __init__(self) -> None:
+        self.handoff = WriterHandoff()
+        self.failure: BaseException | None = None
+
+
+class AsyncSaver:
+    """The steps of a save that is written in the background, and what they keep from save to save: the arena, the
+    writer, the worker thread and the hooks of optimizers. `worker` must be stopped when its owner is dropped."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        ranks: Ranks,
+        coordinator: Coordinator,
+        agreement: Agreement,
+        completion: Completion,
+        current: CurrentSave,
+        *,
+        mode: ChosenMode,
+        timeout_seconds: float,
+    ) -> None:
+        self.worker = WorkerThread()
+        self.stager = Stager()
+        self.supervisor = WriterSupervisor(catalog.storage)
+        self._hooks = StepHooks(self.stager)
+        self._catalog = catalog
+        self._ranks = ranks
+        self._coordinator = coordinator
+        self._agreement = agreement
+        self._completion = completion
+        self._current = current
+        self._mode: ChosenMode = mode
+        self._timeout_seconds = timeout_seconds
+        self._background_ranks: Ranks | None = None
+        self._jobs = 0
+
+    def stage(self, agreed: AgreedSave, pending: PendingSave) -> StagedSave:
+        """Copy this rank's part into the arena, or start the copies, and give the writer its job."""
+        staged = StagedSave()
+        try:
+            with pending.phase("stage"):
+                self._stage(agreed, pending, staged.handoff)
+        except BaseException as error:
+            staged.failure = error
+            # The optimizers' next step must not wait for copies that will never be enqueued.
+            self.stager.cancel()
+        return staged
+
+    def finish_in_background(self, staged: StagedSave, pending: PendingSave, *, owner: object) -> None:
+        """Write and commit in the worker thread. A rank that is alone raises a failure to stage at once.
+
+        `owner` is kept alive until the save has ended. The request and the capture are not: they hold the training's
+        own tensors.
+        """
+        failure = staged.failure
+        if self._background_ranks is None:
+            self._background_ranks = self._ranks.branch("behind")
+        background = BackgroundSave(
+            pending,
+            staged.handoff,
+            self._background_ranks,
+            self._catalog,
+            self._completion,
+            failure=failure,
+            timeout_seconds=self._timeout_seconds,
+            owner=owner,
+        )
+        self.worker.submit(background.run)
+        del background
+        if failure is not None and (self._ranks.size == 1 or not isinstance(failure, Exception)):
+            pending.wait()
+            raise failure
+
+    def releases(self) -> list[Callable[[], None]]:
+        """Return what has to be called, each whatever the others raise, to release everything but the connection."""
+        return [self._hooks.remove, self.supervisor.shut_down, self.stager.close]
+
+    def disconnect(self) -> None:
+        """Release the connection to the other ranks of the background agreements."""
+        ranks, self._background_ranks = self._background_ranks, None
+        if ranks is not None:
+            with contextlib.suppress(Exception):
+                ranks.part(_PARTING_SECONDS)
+
+    def _stage(self, agreed: AgreedSave, pending: PendingSave, handoff: WriterHandoff) -> None:
+        own, memory = self._agreement.rank_plan(agreed), agreed.captured.memory
+        mode, rank = self._mode_for(memory), self._ranks.rank
+        plain = plain_files(agreed.captured, own.assignment, rank, self._coordinator.trees, agreed.request.assets)
+        self._discard_dead_writer()
+        pending.starts_writer = self.supervisor.writer is None
+        arena, images = self.stager.arrange(own.files, plain)
+        listing = self._coordinator.listing if rank == 0 else None
+        writer = self.supervisor.ready_writer(arena, Layout(own.number, images, listing))
+        arena.begin()
+        pending.size_bytes = sum(image.size_bytes for image in images) + sum(file.size_bytes for file in plain)
+        pending.written_bytes = lambda: arena.written
+        job = self._next_job(agreed, own.number, self.stager.stage_plain(plain), eager=is_on_device(memory))
+        handoff.names = _file_names(job, images)
+        writer.send(job)
+        # Not before: the cleanup after a failure waits for a reply of this writer.
+        handoff.number, handoff.writer, handoff.arena = job.number, writer, arena
+        copies_later = mode in ("async_pinned", "async_device")
+        optimizers = _optimizers(agreed.request.components) if copies_later else []
+        staging = self.stager.stage(memory, mode, optimizers)
+        handoff.finish_staging = staging.finish
+        if copies_later:
+            self._hooks.install(optimizers)
+        else:
+            staging.finish()
+            pending.mark_staged()
+
+    def _discard_dead_writer(self) -> None:
+        last = self._current.latest
+        if self.supervisor.discard_dead_writer(last.step if last is not None and last.error is None else None):
+            self.stager.close()
+
+    def _next_job(self, agreed: AgreedSave, layout_number: int, plain: tuple[PlainImage, ...], *, eager: bool) -> Job:
+        self._jobs += 1
+        ranks, plan = self._ranks, agreed.plan
+        return Job(
+            number=self._jobs,
+            token=plan.claim,
+            layout=layout_number,
+            run=self._catalog.storage.url,
+            folder=plan.folder,
+            step=agreed.request.step,
+            rank=ranks.rank,
+            size=ranks.size,
+            plain=plain,
+            facts=self._coordinator.facts(agreed.request, plan.folder) if ranks.rank == 0 else None,
+            timeout_seconds=min(self._timeout_seconds, _LONGEST_SECONDS),
+            eager=eager,
+        )
+
+    def _mode_for(self, memory: Sequence[torch.Tensor]) -> Mode:
+        """Return the mode; the first time that "auto" chooses one, log which and why."""
+        if self._mode != "auto":
+            return self._mode
+        self._mode, why = best_mode(memory)
+        if self._ranks.rank == 0:
+            logger.info("saving in mode '%s': %s", self._mode, why)
+        return self._mode
+
+
+def _optimizers(components: Mapping[str, Any]) -> list[torch.optim.Optimizer]:
+    inner = map(unwrap, components.values())
+    return [one for one in inner if isinstance(one, torch.optim.Optimizer) and changes_in_step_alone(one)]
+
+
+def _file_names(job: Job, images: Sequence[Image]) -> tuple[str, ...]:
+    """Return the files of a rank's part in the order in which to remove them: first the receipt, which refers to the
+    others, last the claim of the attempt."""
+    last = paths.ATTEMPT if job.rank == 0 else ""
+    first = paths.receipt_file(job.rank) if job.rank != 0 else ""
+    files = [*(image.name for image in images), *(file.name for file in job.plain)]
+    return tuple(filter(None, (first, *files, last)))

@@ -1,0 +1,56 @@
+"""What to save, as the caller gives it: live objects, and the metadata of the checkpoint. Values only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from blake3 import blake3
+
+from holdfast.ondisk.manifest import UserMetadata
+from holdfast.saving.training_lineage import Ancestry
+from holdfast.state.trees import CarriedTree
+
+__all__ = ["COMPARED_ARGUMENTS", "SaveRequest", "argument_digests"]
+
+COMPARED_ARGUMENTS = {
+    "metrics": "metrics",
+    "progress": "progress",
+    "extra": "extra",
+    "guards": "guards",
+    "tag": "tags",
+    "epoch": "epoch",
+}
+"""The arguments of a save of which rank 0's are stored, each with its field of the metadata."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """What to save: the live objects, and the metadata of the checkpoint, encoded. The saver sets `ancestry`."""
+
+    step: int
+    components: Mapping[str, Any]
+    metadata: UserMetadata = field(default_factory=UserMetadata)
+    pipeline_stage: int | None = None
+    assets: Sequence[Path] = ()
+    links: bool = True
+    again: bool = False
+    carried: Sequence[CarriedTree] = ()
+    ancestry: Ancestry = field(default_factory=Ancestry)
+
+
+def argument_digests(metadata: UserMetadata) -> tuple[str, ...]:
+    """Return a short digest of each argument that `COMPARED_ARGUMENTS` lists, empty where it was not given. Of metrics
+    the names are compared, of the others the values."""
+    return tuple(_digest(name, getattr(metadata, name)) for name in COMPARED_ARGUMENTS.values())
+
+
+def _digest(name: str, value: Any) -> str:
+    if name == "metrics":
+        value = sorted(value)
+    if value is None or value in ((), [], {}):
+        return ""
+    return blake3(msgspec.json.encode(value, order="sorted")).hexdigest(length=8)

@@ -1,0 +1,334 @@
+"""Copy chunks from devices into the arena by streams of their own, while the training goes on. Knows CUDA.
+
+Nothing torn can come of it: what an optimizer of the state owns is changed by its `step` alone, which waits, on the
+device, for the copy; everything else is cloned, or copied, in the order of the training's own stream, before anything
+can change it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from holdfast.ondisk.safetensors import SMALL_BYTES
+from holdfast.saving.staging.arena import Arena
+from holdfast.saving.staging.chunks import BYTE, Chunk, Placement, copy_all, copy_now
+from holdfast.saving.staging.step_hooks import owned_places
+
+__all__ = ["AsyncMode", "DeviceCopier", "Staging", "best_mode", "is_on_device"]
+
+logger = logging.getLogger("holdfast")
+
+AsyncMode = Literal["async", "async_pinned", "async_device"]
+
+_QUEUE_COPIES = 800
+_FIRST_GROUP_BYTES = 256 << 20
+_PORTABLE = 1
+# What a clone on the device leaves free: an allocator needs room to move, and other libraries take some, too.
+_DEVICE_RESERVE_BYTES = 1 << 30
+
+
+class Staging:
+    """One save on its way into the arena."""
+
+    def __init__(self, arena: Arena, end: int) -> None:
+        self._arena = arena
+        self._end = end
+        self._sending: Callable[[], list[tuple[Any, int]]] | None = None
+        self._groups: list[tuple[Any, int]] = []
+        self._sent = threading.Event()
+        self._sent.set()
+
+    def send(self, sending: Callable[[], list[tuple[Any, int]]], count: int) -> None:
+        """Have so many copies enqueued. A device's queue takes about a thousand of them, and whoever enqueues more
+        waits: that shall be whoever finishes, and not the training. (Fewer are enqueued at once: two threads that take
+        turns with the interpreter cost the training more than it takes.) `sending` gives an event for each group of
+        copies, and how far the arena is filled when that has come; it holds what it copies from."""
+        self._sending = sending
+        if count <= _QUEUE_COPIES:
+            self._groups = sending()
+        else:
+            self._sent.clear()
+
+    def wait_until_sent(self) -> None:
+        self._sent.wait()
+
+    def cancel(self) -> None:
+        """Let nobody wait for copies that have not been sent: they will not be."""
+        self._sending = None
+        self._sent.set()
+
+    def finish(self) -> None:
+        """Return when the arena holds everything. The writer follows meanwhile."""
+        try:
+            if not self._sent.is_set() and self._sending is not None:
+                self._groups = self._sending()
+        finally:
+            self._sent.set()
+        for event, position in self._groups:
+            event.synchronize()
+            self._arena.staged = max(position, self._arena.staged)
+        self._arena.staged = self._end
+        # What the copies were made from is held until here.
+        self._sending, self._groups = None, []
+
+
+class _Copy(NamedTuple):
+    """A copy from a device: where to, what, and how far the arena is filled when this and all before it are done."""
+
+    target: torch.Tensor
+    source: torch.Tensor
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Whereabouts:
+    """The device of each source and, by their indices: those in host memory, runs that are copied as one, the rest."""
+
+    devices: list[torch.device]
+    used: list[torch.device]
+    here: list[int]
+    runs: list[tuple[int, int]]
+    singles: list[int]
+
+
+class DeviceCopier:
+    """The copies from devices into one arena, and what they keep from save to save: streams and batches of chunks."""
+
+    def __init__(self) -> None:
+        self._registered: Arena | None = None
+        self._trays: dict[tuple[int, int], _Tray] = {}
+        self._whereabouts: _Whereabouts | None = None
+        self._streams: dict[torch.device, Any] = {}
+        self._staging: Staging | None = None
+        self._reading: list[torch.device] = []
+        self._said_no_room = False
+
+    def start(
+        self,
+        sources: list[torch.Tensor],
+        placement: Placement,
+        optimizers: Sequence[torch.optim.Optimizer],
+        staging: Staging,
+        *,
+        clones: bool,
+    ) -> None:
+        """Start the copies of a save. `clones`: from clones on the device where there is room for them.
+
+        In the order of the training's stream small chunks are gathered, and what may change is cloned. The copies to
+        the arena then are made by other streams.
+        """
+        self._register(placement.arena)
+        views = placement.views
+        where = self._where(sources, placement)
+        gathered, singles = self._gather(sources, placement, where.runs), where.singles
+        cloned = clones and self._clone(sources, singles)
+        if not cloned:
+            owned = owned_places(optimizers)
+            loose = [index for index in singles if (sources[index].data_ptr(), sources[index].nbytes) not in owned]
+            if not self._clone(sources, loose):
+                # No room for clones: the training's own stream makes these copies, and the training waits for them.
+                copy_now([views[index] for index in loose], [sources[index] for index in loose])
+                singles = _without(singles, loose)
+        copies = [_Copy(views[index], sources[index], placement.chunks[index].end) for index in singles]
+        copies = sorted([*gathered, *copies], key=lambda copy: copy.end)
+        copy_all([views[index] for index in where.here], [sources[index] for index in where.here])
+        ready = {device: _event(torch.cuda.current_stream(device)) for device in where.used}
+        staging.send(lambda: self._send(copies, ready), len(copies))
+        self._staging, self._reading = (None, []) if cloned else (staging, list(ready))
+
+    def before_update(self) -> None:
+        """Make the current stream of every device wait for the copies that still read. The CPU goes on at once."""
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            staging.wait_until_sent()
+            for device in self._reading:
+                torch.cuda.current_stream(device).wait_stream(self._stream(device))
+
+    def cancel(self) -> None:
+        """Give up what is being staged: the save has failed."""
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            staging.cancel()
+
+    def forget_placement(self) -> None:
+        """Forget what depends on where the chunks lie in the arena."""
+        self._trays, self._whereabouts = {}, None
+
+    def release(self, arena: Arena) -> None:
+        """Let go of an arena that is about to be closed."""
+        self._staging = None
+        if self._registered is arena:
+            torch.cuda.cudart().cudaHostUnregister(arena.address)
+            self._registered = None
+
+    def _send(self, copies: list[_Copy], ready: dict[torch.device, Any]) -> list[tuple[Any, int]]:
+        """Enqueue the copies, with an event after each group of them."""
+        for device, event in ready.items():
+            self._stream(device).wait_event(event)
+        # What the training's own stream copied, or gathered, is there when it has come to this place.
+        groups: list[tuple[Any, int]] = [(event, 0) for event in ready.values()]
+        for first, last in _groups([copy.end for copy in copies], _FIRST_GROUP_BYTES):
+            for device in ready:
+                stream = self._stream(device)
+                mine = [copy for copy in copies[first:last] if copy.source.device == device]
+                with torch.cuda.stream(stream), torch.no_grad():
+                    copy_now([copy.target for copy in mine], [copy.source for copy in mine])
+                # Only the last device's event says how far the arena is: all of them have passed this place then.
+                groups.append((_event(stream), copies[last - 1].end if device == list(ready)[-1] else 0))
+        return groups
+
+    def _where(self, sources: list[torch.Tensor], placement: Placement) -> _Whereabouts:
+        """Return where the sources lie, and how they are copied; found anew when one of them has moved."""
+        devices = [source.device for source in sources]
+        if self._whereabouts is None or devices != self._whereabouts.devices:
+            runs = list(_runs(sources, placement.chunks))
+            self._whereabouts = _Whereabouts(
+                devices,
+                used=[device for device in dict.fromkeys(devices) if device.type == "cuda"],
+                here=[index for index, source in enumerate(sources) if not source.is_cuda],
+                runs=[(first, last) for first, last in runs if last - first > 1],
+                singles=[first for first, last in runs if last - first == 1 and sources[first].is_cuda],
+            )
+        return self._whereabouts
+
+    def _gather(
+        self, sources: list[torch.Tensor], placement: Placement, runs: Sequence[tuple[int, int]]
+    ) -> list[_Copy]:
+        """Copy small neighbours on a device together, so that each run of them is one copy to the arena. A device's
+        queue is short, and to enqueue a copy costs more than its few bytes do."""
+        copies: list[_Copy] = []
+        for first, last in runs:
+            tray = self._trays.get((first, last))
+            if tray is None or tray.device != sources[first].device:
+                tray = _Tray(placement.arena, placement.chunks[first:last], sources[first].device)
+                self._trays[first, last] = tray
+            tray.take(sources[first:last])
+            copies.append(_Copy(tray.target, tray.memory, placement.chunks[last - 1].end))
+        return copies
+
+    def _clone(self, sources: list[torch.Tensor], indices: Sequence[int]) -> bool:
+        """Put clones in the place of some sources, in the order of the training's stream, where there is room."""
+        needed: dict[torch.device, int] = {}
+        for index in indices:
+            device = sources[index].device
+            needed[device] = needed.get(device, 0) + sources[index].nbytes
+        if any(room_for_clone(device) < count for device, count in needed.items()):
+            if not self._said_no_room:
+                self._said_no_room = True
+                logger.info("no room for a clone on the device: the copy goes straight to host memory")
+            return False
+        clones = [torch.empty_like(sources[index]) for index in indices]
+        copy_all(clones, [sources[index] for index in indices])
+        for index, clone in zip(indices, clones, strict=True):
+            sources[index] = clone
+        return True
+
+    def _stream(self, device: torch.device) -> Any:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
+
+    def _register(self, arena: Arena) -> None:
+        if self._registered is arena:
+            return
+        code = torch.cuda.cudart().cudaHostRegister(arena.address, arena.size_bytes, _PORTABLE)
+        if int(code) == 0:
+            self._registered = arena
+        else:
+            logger.warning("the arena could not be page-locked (CUDA error %d): copies will be slower", int(code))
+
+
+def _runs(sources: list[torch.Tensor], chunks: Sequence[Chunk]) -> Iterator[tuple[int, int]]:
+    """Yield ranges of chunks that can be copied as one: small, on one device, next to each other."""
+    first = 0
+    for index in range(1, len(sources) + 1):
+        if index == len(sources) or not _belongs(index, sources, chunks):
+            yield first, index
+            first = index
+
+
+def _belongs(index: int, sources: list[torch.Tensor], chunks: Sequence[Chunk]) -> bool:
+    one, other = chunks[index - 1], chunks[index]
+    small = max(one.end - one.start, other.end - other.start) < SMALL_BYTES
+    before, source = sources[index - 1], sources[index]
+    return small and one.end == other.start and source.is_cuda and before.is_cuda and source.device == before.device
+
+
+def _event(stream: Any) -> Any:
+    # blocking: a thread that waits sleeps, and leaves its processor to the training.
+    event = torch.cuda.Event(blocking=True)
+    event.record(stream)
+    return event
+
+
+def best_mode(memory: Sequence[torch.Tensor]) -> tuple[AsyncMode, str]:
+    """Return the best asynchronous mode for a state, and why."""
+    devices: dict[torch.device, int] = {}
+    for tensor in memory:
+        if tensor.is_cuda:
+            devices[tensor.device] = devices.get(tensor.device, 0) + tensor.nbytes
+    if not devices:
+        return "async", "the state is in host memory"
+    # Twice the room: what the training takes at its peak is only known as far as it has come.
+    if all(room_for_clone(device) > 2 * count for device, count in devices.items()):
+        return "async_device", "the devices have room for a clone of the state"
+    return "async_pinned", "the devices have no room for a clone of the state"
+
+
+def room_for_clone(device: torch.device) -> int:
+    """The bytes that a clone may take on a device: what is free even when the training is at its peak."""
+    free, _ = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+    return int(free + cached - _DEVICE_RESERVE_BYTES)
+
+
+def is_on_device(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether any of them is in a device's memory. There may be very many, so no generator asks them."""
+    return any(map(attrgetter("is_cuda"), tensors))
+
+
+def _without(indices: Sequence[int], left_out: Sequence[int]) -> list[int]:
+    """Return the indices that are not left out, in one pass over each: there may be thousands of either."""
+    gone = set(left_out)
+    return [index for index in indices if index not in gone]
+
+
+class _Tray:
+    """Memory on a device in which small chunks lie next to each other, as they will in the arena."""
+
+    def __init__(self, arena: Arena, chunks: Sequence[Chunk], device: torch.device) -> None:
+        start, end = chunks[0].start, chunks[-1].end
+        self.device = device
+        self.memory = torch.empty(end - start, dtype=BYTE, device=device)
+        self.target = torch.frombuffer(arena.memory[start:end], dtype=BYTE)
+        self._views = [chunk.on(self.memory[chunk.start - start : chunk.end - start]) for chunk in chunks]
+
+        by_type: dict[torch.dtype, list[int]] = {}
+        for index, view in enumerate(self._views):
+            by_type.setdefault(view.dtype, []).append(index)
+        self._groups = [([self._views[index] for index in group], group) for group in by_type.values()]
+
+    def take(self, sources: Sequence[torch.Tensor]) -> None:
+        """Gather them, in the order of the current stream. One kernel serves many tensors of one type."""
+        for views, group in self._groups:
+            torch._foreach_copy_(views, [sources[index] for index in group])
+
+
+def _groups(ends: Sequence[int], size_bytes: int) -> Iterator[tuple[int, int]]:
+    """Ranges of chunks, the first about that large together, each next one twice as large: a disk is slower than a
+    device's copies, so its writer falls behind, and needs to hear less and less often that there is more."""
+    first, limit = 0, size_bytes
+    for index, end in enumerate(ends):
+        if end >= limit:
+            yield first, index + 1
+            size_bytes *= 2
+            first, limit = index + 1, end + size_bytes
+    if first < len(ends):
+        yield first, len(ends)
