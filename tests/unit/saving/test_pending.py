@@ -1,16 +1,16 @@
-"""The half of a save behind the training, by itself: who may wait for it, and what its failures are."""
+"""A pending save by itself: which threads may wait for it, and when its failure is reported."""
 
 from __future__ import annotations
 
 import pytest
 
-from holdfast.errors import HoldfastError, SaveFailedError, StorageError, UsageError
+from holdfast.errors import SaveFailedError, UsageError
 from holdfast.runs.events import Event
-from holdfast.saving.outcome import Saved, as_save_error
+from holdfast.saving.outcome import Saved
 from holdfast.saving.pending import PendingSave
 
 
-def test_whoever_carries_a_save_out_can_ask_for_its_outcome_and_not_wait_for_it() -> None:
+def test_the_thread_that_carries_a_save_out_can_ask_for_its_outcome_and_not_wait_for_it() -> None:
     pending = PendingSave(3, 0, lambda event: None)
     saved = Saved("step-000000003", "d" * 64)
     assert not pending.wait(0), "any other thread may wait"
@@ -19,12 +19,12 @@ def test_whoever_carries_a_save_out_can_ask_for_its_outcome_and_not_wait_for_it(
         pending.wait()
     pending.mark_saved(saved)
     assert pending.result() is saved
-    assert not pending.done(), "the others are told when all that follows is done"
+    assert not pending.done(), "other threads go on when all that follows is done"
     pending.succeed(saved)
     assert pending.done()
 
 
-def test_a_failure_is_told_after_it_is_certain_and_only_the_first_counts() -> None:
+def test_a_failure_is_an_event_after_it_is_certain_and_only_the_first_counts() -> None:
     told: list[tuple[Event, bool]] = []
     pending = PendingSave(3, 0, lambda event: told.append((event, pending.done())))
     first = SaveFailedError("the disk is full", step=3)
@@ -34,13 +34,3 @@ def test_a_failure_is_told_after_it_is_certain_and_only_the_first_counts() -> No
     with pytest.raises(SaveFailedError, match="the disk is full"):
         pending.result()
     assert pending.reported
-
-
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [(KeyError("x"), SaveFailedError), (HoldfastError("x"), SaveFailedError), (StorageError("x"), StorageError)],
-)
-def test_every_failure_is_an_error_of_ours_that_names_the_step(error: Exception, kind: type) -> None:
-    found = as_save_error(error, 7)
-    assert type(found) is kind
-    assert "step 7" in str(found)

@@ -1,0 +1,25 @@
+"""What the caller of a save states, and what of it the ranks compare."""
+
+from __future__ import annotations
+
+from holdfast.ondisk.manifest import Body, UserMetadata
+from holdfast.saving.request import COMPARED_ARGUMENTS, argument_digests
+
+
+def test_the_manifest_has_every_field_of_the_metadata() -> None:
+    assert set(UserMetadata.__struct_fields__) <= set(Body.__struct_fields__)
+
+
+def test_every_compared_argument_is_a_field_of_the_metadata() -> None:
+    assert set(COMPARED_ARGUMENTS.values()) <= set(UserMetadata.__struct_fields__)
+
+
+def test_an_argument_that_was_not_given_has_no_digest() -> None:
+    assert set(argument_digests(UserMetadata())) == {""}
+    assert argument_digests(UserMetadata(epoch=0))[-1], "epoch 0 was given"
+
+
+def test_of_metrics_the_names_are_compared_and_of_the_others_the_values() -> None:
+    one = argument_digests(UserMetadata(metrics={"loss": 1.0}, progress={"seen": 1}))
+    other = argument_digests(UserMetadata(metrics={"loss": 2.0}, progress={"seen": 2}))
+    assert [left == right for left, right in zip(one, other, strict=True)] == [True, False, True, True, True, True]
