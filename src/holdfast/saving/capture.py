@@ -57,7 +57,7 @@ class Capture:
     mesh_ranks: tuple[tuple[int, ...], ...] = ()
 
     def inventory(self) -> Inventory:
-        """All that the leader needs in order to plan."""
+        """Return all that the coordinator needs in order to plan."""
         entries = tuple(map(_tree_entry, self.trees, self.texts, self.digests))
         return Inventory(entries, self.parts, self.meshes, self.frozen, self.mesh_ranks)
 
@@ -91,7 +91,7 @@ class Capturer:
         pipeline_stage: int | None,
         carried: Sequence[CarriedTree] = (),
     ) -> Capture:
-        """Capture the components, and, behind them, what is `carried` on from an earlier checkpoint."""
+        """Capture the components, and, after them, what is `carried` on from an earlier checkpoint."""
         trees: list[CapturedTree] = []
         parts: list[tuple[PartEntry, ...]] = []
         memory: list[torch.Tensor] = []
@@ -155,7 +155,7 @@ class Capturer:
     def _digest_structure(
         self, trees: list[CapturedTree], parts: list[tuple[PartEntry, ...]], meshes: tuple[MeshRecord, ...]
     ) -> str:
-        """Taken anew only when something is new: the parts of a tree that was recognised are the same object."""
+        """Return a digest of the structure, computed only when something is new: a recognised tree keeps its parts."""
         heads = [meshes, *((tree.component, tree.kind, tree.scope, tree.type, tree.model) for tree in trees)]
         same = len(parts) == len(self._parts) and all(map(operator.is_, parts, self._parts))
         if not same or heads != self._heads:
@@ -213,7 +213,7 @@ def _tree_entry(tree: CapturedTree, text: bytes, digest: str) -> TreeEntry:
 
 
 def _digest(tree: CapturedTree, text: bytes) -> str:
-    """What two ranks compare to know whether their states are one. Tensors count only where that is the question."""
+    """Return what two ranks compare to know whether their states are the same. Tensors count where it is undecided."""
     state = blake3(text)
     if tree.scope is None:
         for path, tensor in tree.tensors.items():

@@ -1,4 +1,4 @@
-"""Compare the replicas of leaves. Sets of replicas and the memory behind them enter; digests leave, and, on the leader,
+"""Compare the replicas of leaves. Sets of replicas and their memory enter; digests leave, and, on the leader,
 what differs. Knows torch; knows nothing of files.
 
 All of a set is compared when it is new, and a sample of it at each later save. A sample of host memory is digested in
@@ -180,7 +180,7 @@ class ReplicaMonitor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Enqueued:
-    """A sample that devices are working on. Its sums are copied to page-locked memory, behind which the events lie."""
+    """A sample that devices are working on. Its sums are copied to page-locked memory; the events follow the copies."""
 
     round: int
     step: int
@@ -232,8 +232,8 @@ def _digest_on_host(tensors: Sequence[torch.Tensor]) -> bytes:
 
 
 def _windows(memory: Sequence[torch.Tensor], parts: Sequence[int], quota: int, number: int) -> list[torch.Tensor]:
-    """Return what the sample of this number takes of the parts: as many of them as the quota says, from where the last
-    sample ended, and of each the next window. All holders of the parts come to the same."""
+    """Return what the sample of this number takes of the parts: as many of them as the quota allows, from where the
+    last sample ended, and of each the next window. All holders of the parts come to the same."""
     first = number * quota if quota < len(parts) else number * len(parts)
     places = range(first, first + min(quota, len(parts)))
     return [_window(memory[parts[place % len(parts)]], place // len(parts)) for place in places]

@@ -24,7 +24,7 @@ from holdfast.saving.plan import TreePlan
 from holdfast.state.tensors import source_of
 
 MAX_FILE_BYTES = 4 << 30
-# A header may have 100 MB, by safetensors' own rule; names of leaves have at most 1024 characters and are said twice.
+# A header may have 100 MB, by safetensors' own rule; names of leaves have at most 1024 characters and are stored twice.
 MAX_FILE_CHUNKS = 40_000
 _PIECE_BYTES = 32 * BLOCK_BYTES
 

@@ -53,7 +53,7 @@ class Inventory(msgspec.Struct, frozen=True, array_like=True):
 class ReplicaSet(msgspec.Struct, frozen=True, array_like=True):
     """Boxes of leaves that the same ranks hold, whose content is compared.
 
-    `choice` says for each of `ranks` which of `parts` are its parts of the inventory; all of `parts` are equally long.
+    `choice` has for each of `ranks` which of `parts` are its parts of the inventory; all of `parts` are equally long.
     `device` is the type of the device that holds them on every rank, "" where that differs. `quota` is how many of them
     are sampled at each save.
     """

@@ -285,7 +285,7 @@ class Saver:
         self._current.drain()
         error = self._current.unreported_error
         if error is not None:
-            logger.error("a save failed and nobody asked for its outcome: %s", error)
+            logger.error("a save failed and its outcome was never read: %s", error)
         self._release()
 
     def _release(self) -> None:

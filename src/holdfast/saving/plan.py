@@ -2,8 +2,8 @@
 
 A leaf that several ranks hold is written once, by the rank that has least to write so far, or, where they may differ,
 by the first. How a sharded tensor is cut was decided by PyTorch before; here the pieces are only checked to make up the
-whole. Whether a leaf that several ranks hold is the same on all of them cannot be seen from an inventory: the plan says
-which leaves they must compare.
+whole. Whether a leaf that several ranks hold is the same on all of them cannot be seen from an inventory: the plan
+lists the leaves that they must compare.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from holdfast.ranks.wording import ranks_in_words
 from holdfast.saving.messages import Inventory, PartEntry, ReplicaSet, TreeEntry, WriteAssignment
 
 Replicas = Literal["compare", "trust"]
-"""Whether the ranks compare what they hold of one leaf, or it is the same on the user's word."""
+"""Whether the ranks compare what they hold of one leaf, or the user has declared it to be the same."""
 
 SAMPLED_PARTS = {"cpu": 64, "cuda": 24}
 """How many parts of a rank are sampled at each save: about half a millisecond of the call, on either kind of device."""
@@ -76,7 +76,7 @@ class GlobalPlan:
 
 
 def plan(inventories: Sequence[Inventory], replicas: Replicas = "compare") -> GlobalPlan:
-    """Who writes what, from what everybody has."""
+    """Return who writes what, from the inventories of all ranks."""
     scopes = _agree_on_scopes(inventories)
     trees = _assign_trees(inventories, scopes)
     holdings = _named(inventories, trees, _collect_holdings(inventories, scopes))
@@ -101,7 +101,7 @@ def plan(inventories: Sequence[Inventory], replicas: Replicas = "compare") -> Gl
 
 
 def _agree_on_scopes(inventories: Sequence[Inventory]) -> list[tuple[str, ...]]:
-    """The scope of every tree on every rank. Undecided ones are shared when all ranks have the same state."""
+    """Return the scope of every tree on every rank. Undecided ones are shared when all ranks have the same state."""
     digests: dict[str, set[str]] = {}
     holders: dict[str, int] = {}
     for inventory in inventories:
@@ -120,7 +120,7 @@ def _agree_on_scopes(inventories: Sequence[Inventory]) -> list[tuple[str, ...]]:
 
 
 def _assign_trees(inventories: Sequence[Inventory], scopes: Sequence[tuple[str, ...]]) -> dict[str, TreePlan]:
-    """The lowest rank that has a tree writes its values; what ranks hold in parts is merged by the leader."""
+    """Assign each tree to the lowest rank that has it; what ranks hold in parts is merged by the leader."""
     holders: dict[str, list[tuple[int, TreeEntry]]] = {}
     for rank, inventory in enumerate(inventories):
         for tree, scope in zip(inventory.trees, scopes[rank], strict=True):
@@ -146,7 +146,7 @@ def _assign_trees(inventories: Sequence[Inventory], scopes: Sequence[tuple[str, 
 
 
 def _merge(component: str, scope: str, trees: Sequence[TreeEntry]) -> Json:
-    """One tree out of the parts that pipeline ranks hold, as long as no two of them disagree."""
+    """Merge the parts that pipeline ranks hold to one tree; raise where two of them disagree."""
     if scope:
         raise UsageError(f"the ranks of '{scope}' have different values", component=component)
     merged: dict[str, Any] = {}
@@ -161,7 +161,7 @@ def _merge(component: str, scope: str, trees: Sequence[TreeEntry]) -> Json:
 
 
 def _merge_group(groups: list[Any], options: dict[str, Any], group: dict[str, Any], component: str) -> None:
-    """A parameter that several ranks have must have the same options on all of them."""
+    """Add a group, and raise where a parameter has other options on another rank."""
     own = {key: value for key, value in group.items() if key != "params"}
     for name in group["params"]:
         if options.setdefault(name, own) != own:
@@ -281,7 +281,7 @@ def _check_optimizer_states(inventories: Sequence[Inventory], trees: Mapping[str
 
 
 def _is_led(inventories: Sequence[Inventory], component: str) -> bool:
-    """Whether of this component the first rank's state counts, on the user's word."""
+    """Return whether the first rank's state of this component is stored, as the user has declared."""
     return any(
         part.led and inventory.trees[part.tree].component == component
         for inventory in inventories
@@ -404,13 +404,13 @@ def _disagreement(name: str, holding: _Holding, rank: int, part: PartEntry) -> U
     first_rank, first = holding.first
     declared = all(entry.sharded and entry.mesh < 0 for entry in (first, part))
 
-    def say(entry: PartEntry) -> str:
+    def describe(entry: PartEntry) -> str:
         if declared:
             return f"a shard of {list(entry.box.sizes)}"
         return f"{'sharded ' if entry.sharded else ''}{entry.dtype} {list(entry.shape)}"
 
     return UsageError(
-        f"the leaf is {say(first)} on rank {first_rank} and {say(part)} on rank {rank}",
+        f"the leaf is {describe(first)} on rank {first_rank} and {describe(part)} on rank {rank}",
         leaf=name,
         advice="Sharded takes shards that have the same type and sizes on all ranks"
         if declared

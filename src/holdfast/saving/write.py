@@ -28,8 +28,8 @@ def write(
     on_bytes: Callable[[int], None] = lambda count: None,
     on_created: Callable[[str], None] = lambda name: None,
 ) -> Receipt:
-    """Write everything that this rank writes, and return when bytes and names are durable. `on_bytes` hears of bytes
-    as they are handed on, `on_created` of every file that came to be here: those, and no others, are ours to remove."""
+    """Write everything that this rank writes, and return when bytes and names are durable. `on_bytes` gets the
+    number of bytes handed on, `on_created` the name of every file that this call created: only those may be removed."""
     files: list[FileRecord] = []
     chunks: list[tuple[str, ChunkRecord]] = []
     for tensor_file in tensors:
@@ -55,15 +55,15 @@ def _write_tensor_file(
     chunks: list[tuple[str, ChunkRecord]] = []
     with storage.create(paths.key(folder, file.name), frame.size_bytes) as sink:
         on_created(file.name)
-        tray = _Tray(sink, on_bytes)
+        buffer = _SmallChunks(sink, on_bytes)
         sink.write(frame.header)
         for chunk, start, source in zip(frame.chunks, frame.starts, file.sources, strict=True):
-            digests = _write_chunk(tray, source)
+            digests = _write_chunk(buffer, source)
             record = ChunkRecord(
                 file=file.name, start=start, offsets=chunk.box.offsets, sizes=chunk.box.sizes, digests=digests
             )
             chunks.append((chunk.leaf, record))
-        tray.flush()
+        buffer.flush()
     every_digest = (digest for _, chunk in chunks for digest in chunk.digests)
     digest = tensor_file_digest(frame.header, every_digest)
     return FileRecord(
@@ -71,18 +71,18 @@ def _write_tensor_file(
     ), chunks
 
 
-def _write_chunk(tray: _Tray, source: HostMemory | Pieces) -> tuple[str, ...]:
-    """Hand one chunk on, and digest it on the way, block by block."""
+def _write_chunk(buffer: _SmallChunks, source: HostMemory | Pieces) -> tuple[str, ...]:
+    """Write one chunk, and return the digest of each of its blocks."""
     if isinstance(source, HostMemory):
         if source.size_bytes <= _SMALL_BYTES:
-            return (tray.copy(source),) if source.size_bytes else ()
+            return (buffer.copy(source),) if source.size_bytes else ()
         memory = (ctypes.c_ubyte * source.size_bytes).from_address(source.address)
-        return tuple(tray.pass_on(memoryview(memory).cast("B")))
-    return tuple(digest for piece in source() for digest in tray.pass_on(piece))
+        return tuple(buffer.pass_on(memoryview(memory).cast("B")))
+    return tuple(digest for piece in source() for digest in buffer.pass_on(piece))
 
 
-class _Tray:
-    """Carries small chunks to a sink together: a call of the sink costs more than the copy of a few kilobytes."""
+class _SmallChunks:
+    """Writes small chunks to a sink together: a call of the sink costs more than the copy of a few kilobytes."""
 
     def __init__(self, sink: Sink, on_bytes: Callable[[int], None]) -> None:
         self._sink = sink
@@ -93,7 +93,7 @@ class _Tray:
         self._used = 0
 
     def copy(self, source: HostMemory) -> str:
-        """Take a small chunk; its digest."""
+        """Add a small chunk, and return its digest."""
         start, end = self._used, self._used + source.size_bytes
         if end > BLOCK_BYTES:
             self.flush()
@@ -103,7 +103,7 @@ class _Tray:
         return blake3(self._view[start:end]).hexdigest()
 
     def pass_on(self, piece: memoryview) -> Iterator[str]:
-        """Give a piece to the sink at once, block by block; each block's digest."""
+        """Write a piece at once, block by block, and yield the digest of each block."""
         self.flush()
         for start in range(0, len(piece), BLOCK_BYTES):
             block = piece[start : start + BLOCK_BYTES]

@@ -1,12 +1,12 @@
-"""Shared memory that holds the images of the files of one save, and two numbers that say how far it is. Knows no torch.
+"""Shared memory that holds the images of the files of one save, and two numbers for its progress. Knows no torch.
 
 The trainer makes it and fills it front to back; the writer process attaches to it by its handle and writes it out. The
-first page is the control page: how many bytes are staged, which the trainer says, how many are written, which the
-writer says, and whether the trainer gave up. They are plain words in shared memory: a process that looks at them never
+first page is the control page: how many bytes are staged, which the trainer sets, how many are written, which the
+writer sets, and whether the trainer gave up. They are plain words in shared memory: a process that looks at them never
 waits for the other one.
 
 A processor with weak memory order, such as ARM, may show a word before the bytes that were stored before it, and may
-read bytes ahead of the word that says that they are there. So `staged` has a fence on both sides: the trainer passes it
+read bytes ahead of the word that counts them. So `staged` has a fence on both sides: the trainer passes it
 after the bytes and before the word, the writer after the word and before the bytes. See `Arena._fence`.
 """
 
@@ -48,7 +48,7 @@ class Arena:
 
     @classmethod
     def make(cls, size_bytes: int) -> Self:
-        """New memory, taken now: what is not there must be an error here and not a signal at the first touch."""
+        """Allocate memory, all of it now: a lack of it must be an error here and not a signal at the first touch."""
         handle = os.memfd_create("holdfast-arena", os.MFD_CLOEXEC)
         try:
             os.ftruncate(handle, PAGE_BYTES + size_bytes)
@@ -65,7 +65,7 @@ class Arena:
 
     @property
     def staged(self) -> int:
-        """How many bytes are staged, from the front on. Whoever has read this may read them."""
+        """How many bytes are staged, from the front on. A process that has read this may read them."""
         count = self._words[_STAGED]
         self._fence()
         return count
@@ -84,11 +84,11 @@ class Arena:
         self._words[_WRITTEN] = count
 
     def begin(self) -> None:
-        """A new save: nothing of it is staged yet."""
+        """Begin a new save, of which nothing is staged yet."""
         self._words[_STAGED] = self._words[_WRITTEN] = self._words[_ABANDONED] = 0
 
     def abandon(self) -> None:
-        """The rest of this save will not be staged."""
+        """Mark this save as one whose rest will not be staged."""
         self._words[_ABANDONED] = 1
 
     @property
@@ -102,14 +102,14 @@ class Arena:
         and both processes write the same byte. Say that the writer has read the trainer's word N. If the writer's write
         had come first, then it would have read N before the trainer stored it: the read comes before that write, which
         comes before the trainer's write, which comes before the store. So the trainer's write came first, and all that
-        the trainer had stored until then, the bytes below N, is visible to whoever has taken the lock after it. It is
+        the trainer had stored until then, the bytes below N, is visible to a process that takes the lock later. It is
         one call, which holds nothing when it is interrupted, takes about a microsecond, and is made once for each
         piece of some megabytes.
         """
         os.pwrite(self.handle, _FENCE_MARK, _FENCE_AT)
 
     def close(self) -> None:
-        """Let go of the handle. The memory itself goes when nothing refers to it any more."""
+        """Close the handle. The memory itself is freed when nothing refers to it any more."""
         handle, self.handle = self.handle, -1
         if handle >= 0:
             os.close(handle)
@@ -134,7 +134,7 @@ class Arena:
 
 
 def _mapped(handle: int, size_bytes: int) -> ctypes.Array[ctypes.c_ubyte]:
-    """The memory of a handle, which stays where it is as long as anything refers to it.
+    """Return the memory of a handle, which stays where it is as long as anything refers to it.
 
     Not by the mmap module: it keeps a handle of its own, which a data loader's worker would inherit and keep the memory
     alive with, long after the trainer gave it back.

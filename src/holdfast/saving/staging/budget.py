@@ -1,6 +1,6 @@
 """A rank's share of its machine: the host memory that is left, or that the limit of its job leaves; the processors.
 
-How many ranks share a machine is said by their launcher, each in its own way, or not at all; the ranks that save
+Launchers tell how many ranks share a machine, each in its own way, or not at all; the ranks that save
 together count themselves (`note_ranks_here`). The larger number holds: a group may be a part of what runs here.
 """
 
@@ -17,7 +17,7 @@ __all__ = ["free_for_staging", "machine_name", "note_ranks_here", "own_processor
 
 _SHARE = 0.9
 _ROOT = Path("/")
-# torchrun says it exactly, whatever started torchrun. The others: Open MPI, Intel MPI and MPICH, MVAPICH, Cray, jsrun.
+# torchrun sets it exactly, whatever started torchrun. The others: Open MPI, Intel MPI and MPICH, MVAPICH, Cray, jsrun.
 _EXACT = "LOCAL_WORLD_SIZE"
 _LAUNCHERS = (
     "OMPI_COMM_WORLD_LOCAL_SIZE",
@@ -40,7 +40,7 @@ def free_for_staging(root: Path = _ROOT) -> int:
 
 
 def own_processors() -> int:
-    """How many processors there are for each rank of this machine."""
+    """Return how many processors there are for each rank of this machine."""
     return max(len(os.sched_getaffinity(0)) // ranks_here(), 1)
 
 
@@ -97,7 +97,7 @@ def _free_on_machine(root: Path) -> int:
 
 
 def _free_in_groups(root: Path) -> Iterator[int]:
-    """What is left under each limit that batch systems and containers set: on this process's group and those above."""
+    """Yield what each limit leaves that a batch system or a container sets: on this process's group and those above."""
     groups = root / "sys/fs/cgroup"
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, kinds, path = line.split(":", 2)
@@ -114,8 +114,8 @@ _LIMITS_V1 = (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inacti
 
 
 def _free_up_to(mount: Path, path: str, files: tuple[tuple[str, ...], str, str]) -> Iterator[int]:
-    """What each group from a process's own up to the mount leaves. In a container the path may be the host's, and only
-    the mount itself be there: it is the container's own group then."""
+    """Yield what each group from a process's own up to the mount leaves. In a container the path may be the host's, and
+    only the mount itself be there: it is the container's own group then."""
     group = mount / path.strip("/")
     for folder in (group, *group.parents):
         if folder.is_relative_to(mount):
@@ -127,7 +127,7 @@ def _free_in_group(folder: Path, limits: tuple[str, ...], usage: str, clean: str
     stated = [_text(folder / name).strip() for name in limits]
     for limit in stated:
         if limit.isdigit() and used.isdigit():
-            # Clean pages of files count as used, and are given up when somebody needs the room.
+            # Clean pages of files count as used, and are given up when memory is needed.
             lines = (line.split() for line in _text(folder / "memory.stat").splitlines())
             yield int(limit) - int(used) + next((int(line[1]) for line in lines if line[:1] == [clean]), 0)
 

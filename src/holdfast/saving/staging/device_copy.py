@@ -46,10 +46,11 @@ class Staging:
         self._sent.set()
 
     def send(self, sending: Callable[[], list[tuple[Any, int]]], count: int) -> None:
-        """Have so many copies enqueued. A device's queue takes about a thousand of them, and whoever enqueues more
-        waits: that shall be whoever finishes, and not the training. (Fewer are enqueued at once: two threads that take
-        turns with the interpreter cost the training more than it takes.) `sending` gives an event for each group of
-        copies, and how far the arena is filled when that has come; it holds what it copies from."""
+        """Enqueue `count` copies by `sending`, now or in `finish`. A device's queue takes about a thousand copies, and
+        a thread that enqueues more waits: that must be the thread that finishes, and not the training. (Fewer are
+        enqueued at once: two threads that take turns with the interpreter cost the training more than it takes.)
+        `sending` returns an event for each group of copies, and how far the arena is filled after that event; it holds
+        what it copies from."""
         self._sending = sending
         if count <= _QUEUE_COPIES:
             self._groups = sending()
@@ -60,7 +61,7 @@ class Staging:
         self._sent.wait()
 
     def cancel(self) -> None:
-        """Let nobody wait for copies that have not been sent: they will not be."""
+        """End every wait for copies that have not been enqueued: they will not be."""
         self._sending = None
         self._sent.set()
 
@@ -88,7 +89,7 @@ class _Copy(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Whereabouts:
+class _SourceDevices:
     """The device of each source and, by their indices: those in host memory, runs that are copied as one, the rest."""
 
     devices: list[torch.device]
@@ -103,12 +104,12 @@ class DeviceCopier:
 
     def __init__(self) -> None:
         self._registered: Arena | None = None
-        self._trays: dict[tuple[int, int], _Tray] = {}
-        self._whereabouts: _Whereabouts | None = None
+        self._batches: dict[tuple[int, int], _DeviceBatch] = {}
+        self._source_devices: _SourceDevices | None = None
         self._streams: dict[torch.device, Any] = {}
         self._staging: Staging | None = None
         self._reading: list[torch.device] = []
-        self._said_no_room = False
+        self._logged_no_room = False
 
     def start(
         self,
@@ -159,10 +160,10 @@ class DeviceCopier:
 
     def forget_placement(self) -> None:
         """Forget what depends on where the chunks lie in the arena."""
-        self._trays, self._whereabouts = {}, None
+        self._batches, self._source_devices = {}, None
 
     def release(self, arena: Arena) -> None:
-        """Let go of an arena that is about to be closed."""
+        """Release an arena that is about to be closed."""
         self._staging = None
         if self._registered is arena:
             torch.cuda.cudart().cudaHostUnregister(arena.address)
@@ -180,23 +181,23 @@ class DeviceCopier:
                 mine = [copy for copy in copies[first:last] if copy.source.device == device]
                 with torch.cuda.stream(stream), torch.no_grad():
                     copy_now([copy.target for copy in mine], [copy.source for copy in mine])
-                # Only the last device's event says how far the arena is: all of them have passed this place then.
+                # Only the last device's event counts for the arena: all of them have passed this place then.
                 groups.append((_event(stream), copies[last - 1].end if device == list(ready)[-1] else 0))
         return groups
 
-    def _where(self, sources: list[torch.Tensor], placement: Placement) -> _Whereabouts:
+    def _where(self, sources: list[torch.Tensor], placement: Placement) -> _SourceDevices:
         """Return where the sources lie, and how they are copied; found anew when one of them has moved."""
         devices = [source.device for source in sources]
-        if self._whereabouts is None or devices != self._whereabouts.devices:
+        if self._source_devices is None or devices != self._source_devices.devices:
             runs = list(_runs(sources, placement.chunks))
-            self._whereabouts = _Whereabouts(
+            self._source_devices = _SourceDevices(
                 devices,
                 used=[device for device in dict.fromkeys(devices) if device.type == "cuda"],
                 here=[index for index, source in enumerate(sources) if not source.is_cuda],
                 runs=[(first, last) for first, last in runs if last - first > 1],
                 singles=[first for first, last in runs if last - first == 1 and sources[first].is_cuda],
             )
-        return self._whereabouts
+        return self._source_devices
 
     def _gather(
         self, sources: list[torch.Tensor], placement: Placement, runs: Sequence[tuple[int, int]]
@@ -205,12 +206,12 @@ class DeviceCopier:
         queue is short, and to enqueue a copy costs more than its few bytes do."""
         copies: list[_Copy] = []
         for first, last in runs:
-            tray = self._trays.get((first, last))
-            if tray is None or tray.device != sources[first].device:
-                tray = _Tray(placement.arena, placement.chunks[first:last], sources[first].device)
-                self._trays[first, last] = tray
-            tray.take(sources[first:last])
-            copies.append(_Copy(tray.target, tray.memory, placement.chunks[last - 1].end))
+            batch = self._batches.get((first, last))
+            if batch is None or batch.device != sources[first].device:
+                batch = _DeviceBatch(placement.arena, placement.chunks[first:last], sources[first].device)
+                self._batches[first, last] = batch
+            batch.take(sources[first:last])
+            copies.append(_Copy(batch.target, batch.memory, placement.chunks[last - 1].end))
         return copies
 
     def _clone(self, sources: list[torch.Tensor], indices: Sequence[int]) -> bool:
@@ -220,8 +221,8 @@ class DeviceCopier:
             device = sources[index].device
             needed[device] = needed.get(device, 0) + sources[index].nbytes
         if any(room_for_clone(device) < count for device, count in needed.items()):
-            if not self._said_no_room:
-                self._said_no_room = True
+            if not self._logged_no_room:
+                self._logged_no_room = True
                 logger.info("no room for a clone on the device: the copy goes straight to host memory")
             return False
         clones = [torch.empty_like(sources[index]) for index in indices]
@@ -283,14 +284,14 @@ def best_mode(memory: Sequence[torch.Tensor]) -> tuple[AsyncMode, str]:
 
 
 def room_for_clone(device: torch.device) -> int:
-    """The bytes that a clone may take on a device: what is free even when the training is at its peak."""
+    """Return how many bytes a clone may take on a device: what is free even when the training is at its peak."""
     free, _ = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
     return int(free + cached - _DEVICE_RESERVE_BYTES)
 
 
 def is_on_device(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether any of them is in a device's memory. There may be very many, so no generator asks them."""
+    """Return whether any tensor is in a device's memory. There may be very many, so no generator is used."""
     return any(map(attrgetter("is_cuda"), tensors))
 
 
@@ -300,7 +301,7 @@ def _without(indices: Sequence[int], left_out: Sequence[int]) -> list[int]:
     return [index for index in indices if index not in gone]
 
 
-class _Tray:
+class _DeviceBatch:
     """Memory on a device in which small chunks lie next to each other, as they will in the arena."""
 
     def __init__(self, arena: Arena, chunks: Sequence[Chunk], device: torch.device) -> None:
@@ -316,14 +317,14 @@ class _Tray:
         self._groups = [([self._views[index] for index in group], group) for group in by_type.values()]
 
     def take(self, sources: Sequence[torch.Tensor]) -> None:
-        """Gather them, in the order of the current stream. One kernel serves many tensors of one type."""
+        """Copy the sources into the batch, in the order of the current stream. One kernel serves many of one type."""
         for views, group in self._groups:
             torch._foreach_copy_(views, [sources[index] for index in group])
 
 
 def _groups(ends: Sequence[int], size_bytes: int) -> Iterator[tuple[int, int]]:
-    """Ranges of chunks, the first about that large together, each next one twice as large: a disk is slower than a
-    device's copies, so its writer falls behind, and needs to hear less and less often that there is more."""
+    """Yield ranges of chunks, the first about that large together, each next one twice as large: a disk is slower than
+    a device's copies, so the writer falls behind, and needs updates less and less often."""
     first, limit = 0, size_bytes
     for index, end in enumerate(ends):
         if end >= limit:

@@ -27,7 +27,7 @@ class Move(NamedTuple):
 
 
 def move_all(moves: Sequence[Move], *, threads: int, on_progress: Callable[[int], None]) -> None:
-    """Copy everything. `on_progress` hears of a target address below which all is done; the targets must ascend."""
+    """Copy everything. `on_progress` gets a target address below which all is done; the targets must ascend."""
     pieces = list(_pieces(moves))
     count = max(min(threads, _MAX_THREADS, len(pieces)), 1)
     team = _Team(pieces, on_progress)
