@@ -293,9 +293,9 @@ def check_damage(run: Path, copy: Path) -> list[Claim]:
         ),
         Claim(
             "restore('latest') falls back to the one before, and says so",
-            f"took step {fallback.checkpoint.step} instead of {newest}; logged, and named in the result's passed_over",
+            f"took step {fallback.checkpoint.step} instead of {newest}; logged, and named in the result's rejected",
             holds=fallback.checkpoint.step == before
-            and any(leaf in reason for reason in fallback.passed_over)
+            and any(leaf in reason for reason in fallback.rejected)
             and weights_digest(model) == weights_of(run, before),
         ),
     ]

@@ -248,7 +248,7 @@ def damage_that_one_rank_reads(rank: int, folder: Path) -> Any:
         assert bits(holder.state) == live, "an error changes nothing"
         result = manager.restore()
         assert bits(holder.state) == bits(sharded_model(1).state)
-        seen.append((name, error, result.step, result.next_step, result.passed_over))
+        seen.append((name, error, result.step, result.next_step, result.rejected))
     return seen
 
 
@@ -391,11 +391,11 @@ def test_damage_that_only_one_rank_reads_is_damage_for_all(play: Play) -> None:
         assert isinstance(error, CorruptCheckpointError)
         name = cases[0][0]
         assert any(name in problem and "weight" in problem for problem in error.problems), error
-        for _, _, step, next_step, passed_over in cases:
+        for _, _, step, next_step, rejected in cases:
             assert (step, next_step) == (1, 2), "all fall back together"
-            assert len(passed_over) == 1
-            assert "step-000000002" in passed_over[0]
-            assert name in passed_over[0]
+            assert len(rejected) == 1
+            assert "step-000000002" in rejected[0]
+            assert name in rejected[0]
         assert len({case[4] for case in cases}) == 1
 
 
@@ -487,7 +487,7 @@ def test_a_rank_that_is_killed_during_a_save_is_named_on_the_others_and_the_run_
     with manager_of(tmp_path, {"model": model}) as manager:
         assert [checkpoint.step for checkpoint in manager.checkpoints()] == [1]
         result = manager.restore()
-        assert (result.step, result.passed_over) == (1, ("step-000000002: was never committed",))
+        assert (result.step, result.rejected) == (1, ("step-000000002: was never committed",))
         assert bits(model.state_dict()) == bits(three_parts(1.0).state_dict())
         assert manager.save(2).wait().folder == "step-000000002.2"
     assert holdfast.verify(tmp_path, 1).ok

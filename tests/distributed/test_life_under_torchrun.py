@@ -680,7 +680,7 @@ def a_damaged_newest_one(rank: int, folder: Path) -> Any:
         manager.prune()
         meet("pruned")
         latest = manager.restore().step, bits(holder.state) == bits(sharded_model(40).state)
-    return start.step, back, start.passed_over, again.step, again.passed_over, folders(folder), latest
+    return start.step, back, start.rejected, again.step, again.rejected, folders(folder), latest
 
 
 @pytest.mark.guarantee("G3")
@@ -688,9 +688,9 @@ def a_damaged_newest_one(rank: int, folder: Path) -> Any:
 def test_a_newest_one_that_is_damaged_for_one_rank_is_passed_over_by_all_kept_aside_and_not_counted(play: Play) -> None:
     ours, theirs = play("a_damaged_newest_one")
     assert ours == theirs
-    step, back, passed_over, again, passed_over_again, left, latest = ours
+    step, back, rejected, again, rejected_again, left, latest = ours
     assert (step, back, again) == (2, True, 2)
-    assert [text.partition(":")[0] for text in (*passed_over, *passed_over_again)] == ["step-000000003"] * 2
+    assert [text.partition(":")[0] for text in (*rejected, *rejected_again)] == ["step-000000003"] * 2
     assert left == ["step-000000003", "step-000000003.2", "step-000000004"]
     assert latest == (4, True)
 

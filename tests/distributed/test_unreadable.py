@@ -44,7 +44,7 @@ def one_rank_fails_once(rank: int, folder: Path) -> Any:
             holder = Holder(**filled(-1.0))
             with manager_of(storage, holder) as manager:
                 result = manager.restore()
-            seen.append((result.step, result.passed_over, bits(holder.state) == bits(filled(2.0))))
+            seen.append((result.step, result.rejected, bits(holder.state) == bits(filled(2.0))))
     return seen
 
 

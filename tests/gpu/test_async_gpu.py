@@ -216,7 +216,7 @@ def test_without_room_for_a_clone_on_the_device_nothing_is_torn_or_stale(owner: 
         for step in range(4):
             keep_busy()
             with torch.no_grad():
-                manager.before_update()
+                manager.wait_for_staging()
                 weight.fill_(step + 1)
                 buffer.fill_(step + 1)
             manager.save(step)
@@ -279,7 +279,7 @@ def update_in_place(
 
 @pytest.mark.guarantee("G2")
 def test_weights_changed_in_place_after_before_update_are_saved_whole(tmp_path: Path) -> None:
-    assert update_in_place(tmp_path / "run", "async_pinned", lambda manager: manager.before_update(), 8) == []
+    assert update_in_place(tmp_path / "run", "async_pinned", lambda manager: manager.wait_for_staging(), 8) == []
 
 
 @pytest.mark.guarantee("G2")
@@ -406,7 +406,7 @@ state = {"model": torch.nn.ParameterList([weight]), "optimizer": torch.optim.SGD
 manager = holdfast.CheckpointManager(sys.argv[1], state, mode=sys.argv[2], rng=False)
 manager.save(0, wait=True)
 with torch.no_grad():
-    manager.before_update()
+    manager.wait_for_staging()
     weight.fill_(1)
 handle = manager.save(1)
 while sys.argv[3] == "staged" and not handle.staged():

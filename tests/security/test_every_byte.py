@@ -150,7 +150,7 @@ def test_latest_falls_back_over_every_damage_and_says_why_and_a_named_one_does_n
         objects = Objects(7)
         result = restore(storage, objects, "latest")
         assert (result.resumed, result.step, result.next_step) == (True, 1, 2), (file, offset)
-        assert [text for text in result.passed_over if text.startswith(f"{NEWER}: ") and file in text]
+        assert [text for text in result.rejected if text.startswith(f"{NEWER}: ") and file in text]
         bits = objects.bits()
         assert all(bits[name] == older[name] for name in older if name.startswith(("model", "optimizer")))
         assert objects.ledger.state["mark"] == 1

@@ -760,7 +760,7 @@ def falls_back(run: Path, says: str) -> None:
     with holdfast.CheckpointManager(run, objects.components()) as manager:
         result = within(SECONDS, manager.restore)
     assert (result.resumed, result.step) == (True, 1)
-    assert [text for text in result.passed_over if text.startswith("step-000000002: ") and says in text]
+    assert [text for text in result.rejected if text.startswith("step-000000002: ") and says in text]
     assert objects.ledger.state == Objects(1).ledger.state
     for selector in (2, "step-000000002", "mark2"):
         refused_objects = Objects(7)

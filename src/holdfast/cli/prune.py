@@ -16,7 +16,7 @@ from rich.console import Console
 
 from holdfast.cli.columns import Columns
 from holdfast.cli.output import SOUND, cell, count_text, print_json, print_note, size_text, stdout
-from holdfast.cli.sources import open_run, print_passed_over, scan_run, unreadable
+from holdfast.cli.sources import open_run, print_rejected, scan_run, unreadable
 from holdfast.errors import UsageError
 from holdfast.manager import functions
 from holdfast.ondisk import paths
@@ -76,7 +76,7 @@ def prune(
     scan.require_readable()
     if not scan.checkpoints:
         raise not_found(catalog.storage, Selector("latest"), scan)
-    print_passed_over(unreadable(catalog, scan))
+    print_rejected(unreadable(catalog, scan))
     outcome = _prune(catalog, scan, policy) if yes else _look(catalog, scan, policy)
     if json:
         print_json(_as_json(outcome))

@@ -17,7 +17,7 @@ from typer.core import TyperCommand
 from holdfast.cli.columns import Columns, Lines
 from holdfast.cli.ls import metrics_of
 from holdfast.cli.output import SOUND, cell, count_text, cut, print_json, size_text, stdout
-from holdfast.cli.sources import find, local_time, open_source, print_passed_over
+from holdfast.cli.sources import find, local_time, open_source, print_rejected
 from holdfast.errors import UsageError
 from holdfast.ondisk.codec import Json, plain
 from holdfast.ondisk.manifest import STATE_DICT_NOTE, Manifest, MeshRecord, TensorRecord
@@ -66,8 +66,8 @@ def show(
       1  its manifest is damaged
       2  nothing there, a wrong selector, no tensor that matches, or a newer format
     """
-    checkpoint, passed_over = find(*open_source(source, select))
-    print_passed_over(passed_over)
+    checkpoint, rejected = find(*open_source(source, select))
+    print_rejected(rejected)
     chosen = None if tensors is None else _matching(checkpoint.manifest, tensors)
     if json:
         print_json(_as_json(checkpoint, chosen))

@@ -39,15 +39,15 @@ def open_source(source: str, selector: str = "latest") -> tuple[Catalog, Selecto
 
 
 def find(catalog: Catalog, selector: Selector) -> tuple[Checkpoint, list[Unreadable]]:
-    """The one checkpoint that is meant, and the folders that `latest` passed over because they cannot be read."""
-    passed_over = unreadable(catalog, catalog.survey()) if selector.may_fall_back else []
-    return catalog.find(selector), passed_over
+    """The one checkpoint that is meant, and the folders that `latest` rejected because they cannot be read."""
+    rejected = unreadable(catalog, catalog.survey()) if selector.may_fall_back else []
+    return catalog.find(selector), rejected
 
 
-def print_passed_over(passed_over: list[Unreadable]) -> None:
+def print_rejected(rejected: list[Unreadable]) -> None:
     """Say so: a newest checkpoint that is damaged must not be replaced by an older one without a word."""
-    for one in passed_over:
-        print_note(f"{one.folder} is passed over: {one.reason}")
+    for one in rejected:
+        print_note(f"{one.folder} is rejected: {one.reason}")
 
 
 def open_run(run: str) -> Catalog:

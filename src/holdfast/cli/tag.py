@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from holdfast.cli.output import SOUND, cell, print_json, print_note, stdout
-from holdfast.cli.sources import find, open_source, print_passed_over
+from holdfast.cli.sources import find, open_source, print_rejected
 from holdfast.errors import CheckpointNotFoundError, UsageError
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint, Scan
@@ -42,8 +42,8 @@ def tag(
     """
     change = _untag if remove else _tag
     catalog, selector = open_source(source, select)
-    checkpoint, passed_over = find(catalog, selector)
-    print_passed_over(passed_over)
+    checkpoint, rejected = find(catalog, selector)
+    print_rejected(rejected)
     change(catalog, checkpoint, name)
     scan = catalog.scan()
     changed = _again(checkpoint, scan)

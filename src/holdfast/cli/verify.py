@@ -19,7 +19,7 @@ from holdfast.cli.sources import (
     find,
     open_run,
     open_source,
-    print_passed_over,
+    print_rejected,
     reason_of,
     scan_run,
     unreadable,
@@ -107,14 +107,14 @@ def verify(
 def _one(source: str, select: str, depth: Depth) -> Iterator[Outcome]:
     catalog, selector = open_source(source, select)
     try:
-        checkpoint, passed_over = find(catalog, selector)
+        checkpoint, rejected = find(catalog, selector)
     except CorruptCheckpointError as error:
         # A folder that was named is one checkpoint, and its manifest a file of it like any other.
         if selector.kind != "folder":
             raise
         yield _unread(catalog, Unreadable(selector.name, reason_of(error), newer=False))
         return
-    print_passed_over(passed_over)
+    print_rejected(rejected)
     yield _checked(checkpoint, depth)
 
 

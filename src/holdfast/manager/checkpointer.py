@@ -150,9 +150,9 @@ class AsyncCheckpointer:
         self._check_open()
         self._saver.wait()
 
-    def before_update(self) -> None:
+    def wait_for_staging(self) -> None:
         """Make the device wait for copies that still read, before tensors are changed by other means than a step."""
-        self._saver.before_update()
+        self._saver.wait_for_staging()
 
     def close(self) -> None:
         """Finish what is pending and give everything back. Idempotent."""

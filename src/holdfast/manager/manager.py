@@ -81,7 +81,7 @@ class RestoreResult:
     """What a restore did. `resumed` is False for a fresh run, whose `next_step` is 0.
 
     `restored` are the components that took state, `missing` what the checkpoint did not have, `skipped` what was left
-    as it is, each with the reason, and `passed_over` the folders that were no sound checkpoint, each with the reason. A
+    as it is, each with the reason, and `rejected` the folders that were no sound checkpoint, each with the reason. A
     fresh start has it, too: with `resume="never"` it lists all that is there. `accepted` are differences that the
     strategy let pass and a stricter one would refuse, such as another number of parameter groups.
     """
@@ -97,7 +97,7 @@ class RestoreResult:
     restored: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
-    passed_over: tuple[str, ...] = ()
+    rejected: tuple[str, ...] = ()
     accepted: tuple[str, ...] = ()
 
 
@@ -251,10 +251,10 @@ class CheckpointManager:
         return self._pace.wants_save(check_step(step), check_epoch(epoch))
 
     @property
-    def stopping(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether a signal or a time limit asks to stop, as the last `step` or `should_save` found it; the same on all
         ranks. For loops that do not go by what `step` returns."""
-        return self._pace.stopping
+        return self._pace.should_stop
 
     def step(
         self,
@@ -313,11 +313,11 @@ class CheckpointManager:
         guards: Mapping[str, Any] | None = None,
         tag: str | None = None,
         epoch: int | None = None,
-        again: bool = False,
+        resave: bool = False,
         wait: bool = False,
     ) -> SaveHandle:
         """Save the state after `step` was done. A step that this line of the run has committed is not written again;
-        its checkpoint gets the metrics and the tag. With `again` it is, as a later checkpoint of the same step.
+        its checkpoint gets the metrics and the tag. With `resave` it is, as a later checkpoint of the same step.
 
         One save is under way at a time: this waits for the one before it. If that failed, and nobody has heard of it,
         its error is raised here and nothing is saved; the next save works. `wait` returns only when the checkpoint is
@@ -325,7 +325,7 @@ class CheckpointManager:
         that was named.
         """
         said = {"metrics": metrics, "progress": progress, "extra": extra, "guards": guards}
-        handle = self._save(step, **said, tag=tag, epoch=epoch, again=again)
+        handle = self._save(step, **said, tag=tag, epoch=epoch, resave=resave)
         if wait:
             handle.wait()
         return handle
@@ -340,7 +340,7 @@ class CheckpointManager:
         extra: Mapping[str, Any] | None = None,
         guards: Mapping[str, Any] | None = None,
         tag: str | None = None,
-        again: bool = False,
+        resave: bool = False,
     ) -> SaveHandle:
         self._check_open()
         step = plain_step(step)
@@ -363,7 +363,7 @@ class CheckpointManager:
                 ),
                 assets=self._assets,
                 links=self._links is not False,
-                again=again,
+                resave=resave,
                 carried=self._carry(),
             )
 
@@ -372,7 +372,7 @@ class CheckpointManager:
         said = encoded_metrics(metrics) if pending.skipped else {}
         if pending.skipped and not self._add_to_committed(pending, metrics=said, tag=tag or ""):
             # Its checkpoint was removed since the leader found it, as by retention.
-            pending = self._saver.save(step, lambda: replace(request(), again=True))
+            pending = self._saver.save(step, lambda: replace(request(), resave=True))
         if pending.skipped and (progress or extra or guards) and self._ranks.rank == 0:
             logger.warning("step %d was committed before; its progress, extra and guards stay as they are", step)
         return SaveHandle(pending, self._catalog)
@@ -414,7 +414,7 @@ class CheckpointManager:
         if self._resume == "never" and not explicit:
             left = on_leader(self._ranks, "list what is left", self._left_by_a_fresh_start, returns=tuple[str, ...])
             self._start_line(Lineage())
-            return RestoreResult(resumed=False, passed_over=left)
+            return RestoreResult(resumed=False, rejected=left)
         own_run = catalog is self._catalog
         waited = time.monotonic() - started
         request = LoadRequest(
@@ -429,7 +429,7 @@ class CheckpointManager:
                     advice="check the path" if explicit else "check the path, or use resume='auto' to start fresh",
                 )
             self._start_line(None)
-            return RestoreResult(resumed=False, passed_over=tuple(map(str, loaded.passed_over)))
+            return RestoreResult(resumed=False, rejected=tuple(map(str, loaded.passed_over)))
         self._source, self._strategy = (catalog, loaded.checkpoint), strategy
         self._await_components(loaded.checkpoint, loaded.unclaimed)
         if own_run:
@@ -674,10 +674,10 @@ class CheckpointManager:
         if self._ranks.size == 1:
             self._reports.settle()
 
-    def before_update(self) -> None:
+    def wait_for_staging(self) -> None:
         """Call it before changing weights in any other way than by the `step` of an optimizer in the state, such as in
         place: the device then waits for the copies of a save that still read them. Costs nothing when none do."""
-        self._saver.before_update()
+        self._saver.wait_for_staging()
 
     def close(self) -> None:
         """Finish what is pending, end the writer process and give its memory back; raise what failed, once.
@@ -778,13 +778,13 @@ class CheckpointManager:
 
     def _resumed(self, loaded: Loaded, strategy: LoadStrategy, *, own_run: bool) -> RestoreResult:
         checkpoint = loaded.checkpoint
-        passed_over = tuple(str(skipped) for skipped in loaded.passed_over)
+        rejected = tuple(str(skipped) for skipped in loaded.passed_over)
         parts: dict[str, Any] = {
             "checkpoint": checkpoint,
             "restored": loaded.restored,
             "missing": loaded.missing,
             "skipped": loaded.skipped,
-            "passed_over": passed_over,
+            "rejected": rejected,
             "accepted": loaded.accepted,
             "config": checkpoint.config,
         }

@@ -50,7 +50,7 @@ class Time:
 class Pace:
     """The triggers of one manager.
 
-    `stopping`: something has asked to stop, as of the last question. `epoch`: the last one that was named.
+    `should_stop`: something has asked to stop, as of the last question. `epoch`: the last one that was named.
 
     Each signal that comes, and each other reason to stop, asks for one save. The leader names them, and every rank
     knows which there were at its last save: one more asks again.
@@ -69,7 +69,7 @@ class Pace:
         self._last_save = self._time.now()
         self._last_epoch: int | None = 0
         self._asked: tuple[int, int | None] | None = None
-        self.stopping = False
+        self.should_stop = False
         self.epoch: int | None = None
 
     @property
@@ -94,7 +94,7 @@ class Pace:
             said = from_msgpack(word, _Word) if word else _SILENCE
             self._causes |= set(said.causes)
             wish = _both(wish, said.wish)
-        self.stopping = self.stopping or wish.stop
+        self.should_stop = self.should_stop or wish.stop
         return wish
 
     @property

@@ -154,9 +154,9 @@ class HoldfastManager:
         return self.manager.should_save(context.step, epoch=context.epoch, metrics=context.metrics)
 
     @property
-    def stopping(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether a signal or a time limit asks to stop, as the last `should_save` found it. Not of the protocol."""
-        return self.manager.stopping
+        return self.manager.should_stop
 
     def load(self, context: LoadContext) -> RestoreResult:
         """Load by the context's purpose. Only a resume may find nothing, and is a fresh start then."""

@@ -103,7 +103,7 @@ class Coordinator:
         if differing:
             return self._stop_for(differing)
         self._committed.follow(request.ancestry.parent)
-        found = None if request.again else self._read_committed(request)
+        found = None if request.resave else self._read_committed(request)
         if found is not None:
             size_bytes, sequence = found.size_bytes, found.sequence
             return SavePlan(found.folder, committed=True, digest=found.digest, size_bytes=size_bytes, sequence=sequence)

@@ -217,9 +217,9 @@ class Saver:
         """Wait for the saves of other managers of this process to the same run."""
         self._current.finish_others()
 
-    def before_update(self) -> None:
+    def wait_for_staging(self) -> None:
         """Make the devices wait for copies that still read, before the training changes what they read."""
-        self._async.stager.before_update()
+        self._async.stager.wait_for_staging()
 
     def tell(self, event: Event) -> None:
         """Add an event, and call `on_event` with it."""

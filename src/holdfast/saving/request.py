@@ -37,7 +37,7 @@ class SaveRequest:
     pipeline_stage: int | None = None
     assets: Sequence[Path] = ()
     links: bool = True
-    again: bool = False
+    resave: bool = False
     carried: Sequence[CarriedTree] = ()
     ancestry: Ancestry = field(default_factory=Ancestry)
 

@@ -92,9 +92,9 @@ class Stager:
                 self._copy(sources, placement)
         return staging
 
-    def before_update(self) -> None:
+    def wait_for_staging(self) -> None:
         """Make the current stream of every device wait for the copies that still read. The CPU goes on at once."""
-        self._copier.before_update()
+        self._copier.wait_for_staging()
 
     def cancel(self) -> None:
         """Give up what is being staged: the save has failed."""

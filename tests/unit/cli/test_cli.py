@@ -298,7 +298,7 @@ def test_show_and_verify_say_which_folders_latest_passed_over(run: Path) -> None
     for command in ("show", "verify"):
         result = call(command, run)
         assert result.exit_code == 0
-        assert "note: step-000000030 is passed over: it is no manifest" in result.stderr
+        assert "note: step-000000030 is rejected: it is no manifest" in result.stderr
         assert "step-000000020" in result.stdout
 
 

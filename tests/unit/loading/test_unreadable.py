@@ -91,7 +91,7 @@ def test_every_read_of_a_restore_may_fail_once_and_the_newest_is_restored_to_the
             state = parts(1)
             with manager_of(FlakyStorage(memory, name, errno=code), state) as manager:
                 result = manager.restore()
-            assert (result.step, result.passed_over) == (3, ()), name
+            assert (result.step, result.rejected) == (3, ()), name
             assert equal(bits(state), newest), name
 
 
@@ -278,7 +278,7 @@ def test_a_damaged_newest_survives_the_saves_after_the_fall_back() -> None:
     with manager_of(memory, state, keep=holdfast.KeepLast(1)) as manager:
         result = manager.restore()
         assert result.step == 2
-        assert "step-000000003" in result.passed_over[0]
+        assert "step-000000003" in result.rejected[0]
         for step in (5, 6, 7):
             manager.save(step)
         manager._housekeeper.wait()

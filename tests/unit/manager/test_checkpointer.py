@@ -72,7 +72,7 @@ def test_a_save_is_pending_until_it_is_waited_for_and_a_tag_names_it() -> None:
         handle = checkpointer.save(1, {"t": torch.ones(3)}, tag="good", extra={"note": "by hand"})
         assert checkpointer.is_pending
         assert handle.staged()
-        checkpointer.before_update()
+        checkpointer.wait_for_staging()
         checkpointer.wait()
         assert not checkpointer.is_pending
         assert handle.wait().tags == ("good",)

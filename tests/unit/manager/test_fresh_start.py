@@ -24,7 +24,7 @@ def test_a_fresh_start_lists_the_attempts_that_it_passed_over() -> None:
     with manager_of(memory) as manager:
         result = manager.restore()
     assert not result.resumed
-    assert result.passed_over == ("step-000000007: was never committed",)
+    assert result.rejected == ("step-000000007: was never committed",)
 
 
 def test_a_start_that_never_resumes_lists_all_that_it_passed_over() -> None:
@@ -40,13 +40,13 @@ def test_a_start_that_never_resumes_lists_all_that_it_passed_over() -> None:
     with manager_of(memory, resume="never") as manager:
         result = manager.restore()
     assert not result.resumed
-    reasons = {text.partition(": ")[0]: text for text in result.passed_over}
+    reasons = {text.partition(": ")[0]: text for text in result.rejected}
     assert list(reasons) == ["step-000000001", "step-000000002", "step-000000003", "step-000000007"]
     assert "resume='never'" in reasons["step-000000001"]
     assert "digest" in reasons["step-000000002"]
     assert "format 99" in reasons["step-000000003"]
     assert "never committed" in reasons["step-000000007"]
-    json.dumps(result.passed_over)
+    json.dumps(result.rejected)
 
 
 def test_the_advice_is_never_to_do_what_was_done() -> None:

@@ -389,7 +389,7 @@ def test_steps_are_saved_after_a_first_save_that_was_asked_for_again(
         saved_steps(manager, model, range(1, 6), 0.0)
         back(manager)
         model.set(100.0 + start)
-        manager.save(start, again=True, wait=True)
+        manager.save(start, resave=True, wait=True)
         assert saved_steps(manager, model, range(start + 1, 6), 100.0) == [False] * (5 - start)
     assert value_at(tmp_path) == (5, 105.0)
 

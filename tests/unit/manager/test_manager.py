@@ -130,7 +130,7 @@ def test_everything_comes_back(run: Path) -> None:
     assert start.extra == {"note": 3}
     assert start.config == {"width": 6}
     assert start.restored == ("model", "optimizer", "scheduler", "counter", "rng")
-    assert (start.missing, start.skipped, start.passed_over) == ((), (), ())
+    assert (start.missing, start.skipped, start.rejected) == ((), (), ())
     assert state["counter"].value == 3
     assert state["optimizer"].param_groups[0]["lr"] == 0.05
 
@@ -372,8 +372,8 @@ def test_latest_falls_back_to_the_newest_sound_one_and_says_so(run: Path, caplog
     with holdfast.CheckpointManager(run, state) as manager:
         start = manager.restore()
         assert start.step == 2
-        assert any("step-000000003" in text and "digest" in text for text in start.passed_over)
-        assert any("step-000000009" in text and "never committed" in text for text in start.passed_over)
+        assert any("step-000000003" in text and "digest" in text for text in start.rejected)
+        assert any("step-000000009" in text and "never committed" in text for text in start.rejected)
         assert "step-000000003" in caplog.text
         train(state)
         assert manager.save(3).wait().path.endswith("step-000000003.2"), "the damaged one is left alone"
@@ -824,8 +824,8 @@ def test_an_unknown_element_type_is_refused_as_a_newer_format_is(run: Path, capl
             manager.restore("step-000000003")
         result = manager.restore()
         assert result.step == 2
-        assert len(result.passed_over) == 1
-        assert "float7" in result.passed_over[0]
+        assert len(result.rejected) == 1
+        assert "float7" in result.rejected[0]
         assert any("passed over" in text and "float7" in text for text in caplog.messages)
         manager.save(9)
     # Unknown is not damaged: nothing is noted of it, and retention does not touch it.

@@ -198,7 +198,7 @@ def test_what_goes_on_between_two_steps_can_be_saved_and_is_not_repeated(tmp_pat
         manager.step(500)
         for batch in (1, 2):
             evaluation.weight.fill_(batch)
-            assert not manager.save(500, again=True).skipped
+            assert not manager.save(500, resave=True).skipped
     assert steps_of(tmp_path) == [500, 500, 500]
     evaluation = Weights(-1.0)
     with opened(tmp_path, evaluation) as manager:
@@ -458,11 +458,11 @@ def test_a_loop_of_should_save_and_save_is_told_to_stop_and_saves_once_for_it(tm
     with opened(tmp_path, mode=mode, save=At(1) | OnSignal("SIGTERM")) as manager:
         for step in range(6):
             if step == 3:
-                assert not manager.stopping
+                assert not manager.should_stop
                 strike()
             if manager.should_save(step):
                 manager.save(step)
-            assert manager.stopping == (step >= 3)
+            assert manager.should_stop == (step >= 3)
     assert steps_of(tmp_path) == [3, 1]
 
 
@@ -1244,12 +1244,12 @@ def test_a_damaged_newest_one_is_passed_over_kept_aside_and_not_counted(tmp_path
     with opened(tmp_path, weights, mode=mode, save=Every(steps=1)) as manager:
         start = manager.restore()
         assert (start.step, weights.value) == (2, 2.0)
-        assert len(start.passed_over) == 1
-        assert start.passed_over[0].startswith("step-000000003: ")
+        assert len(start.rejected) == 1
+        assert start.rejected[0].startswith("step-000000003: ")
     with opened(tmp_path, weights, mode=mode, save=Every(steps=1), keep=KeepLast(2)) as manager:
         start = manager.restore()
         assert start.step == 2
-        assert "found damaged before" in start.passed_over[0]
+        assert "found damaged before" in start.rejected[0]
         assert steps_done(manager, weights, range(3, 5)) == []
         manager.wait()
         decided = {decision.folder: decision for decision in manager.prune()}

@@ -175,7 +175,7 @@ def test_metrics_go_to_the_save_that_they_were_reported_of_where_several_have_it
             storage.may_go_on.set()
             manager.wait()
             storage.may_go_on.clear()
-            manager.save(5, again=True, progress={"number": number})
+            manager.save(5, resave=True, progress={"number": number})
             assert manager.report(5, {"loss": float(number)})
         storage.may_go_on.set()
     found = {checkpoint.progress["number"]: checkpoint.metrics for checkpoint in holdfast.checkpoints(tmp_path)}

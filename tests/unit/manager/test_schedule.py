@@ -235,14 +235,14 @@ def test_a_signal_to_one_process_is_a_wish_to_save_and_stop_until_the_end() -> N
 def test_what_asks_to_stop_asks_for_one_save_and_other_triggers_go_on() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     pace = Pace(Every(steps=10) | OnSignal("SIGTERM"), Alone())
-    assert (pace.wants_save(1, None), pace.stopping) == (False, False)
+    assert (pace.wants_save(1, None), pace.should_stop) == (False, False)
     os.kill(os.getpid(), signal.SIGTERM)
-    assert not pace.stopping, "nobody has asked yet"
-    assert (pace.wants_save(2, None), pace.stopping) == (True, True)
+    assert not pace.should_stop, "nobody has asked yet"
+    assert (pace.wants_save(2, None), pace.should_stop) == (True, True)
     assert pace.wants_save(2, None), "it was not saved"
     pace.note_save()
     assert [pace.wants_save(step, None) for step in range(3, 12)] == [step == 10 for step in range(3, 12)]
-    assert pace.stopping
+    assert pace.should_stop
     pace.close()
 
 
@@ -330,8 +330,8 @@ def test_a_trigger_of_ones_own_that_stops_by_the_step_alone_is_heard() -> None:
             return Wish(False, moment.step >= 2, ("enough",))
 
     pace = Pace(Enough(), Alone())
-    assert (pace.wants_save(1, None), pace.stopping) == (False, False)
-    assert (pace.wants_save(2, None), pace.stopping) == (True, True)
+    assert (pace.wants_save(1, None), pace.should_stop) == (False, False)
+    assert (pace.wants_save(2, None), pace.should_stop) == (True, True)
 
 
 def test_a_signal_that_nobody_asked_about_is_no_wish() -> None:

@@ -703,7 +703,7 @@ def test_a_framework_hears_that_it_is_to_stop(tmp_path: Path) -> None:
         if manager.should_save(context):
             manager.save(context)
             saved.append(step)
-        if manager.stopping:
+        if manager.should_stop:
             break
     manager.finalize_async_saves(terminate=True)
     assert (saved, step) == ([2], 2)

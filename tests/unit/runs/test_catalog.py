@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.errors import CorruptCheckpointError, KeyMissingError
+from holdfast.errors import CheckpointNotFoundError, CorruptCheckpointError
 from holdfast.ondisk import paths
 from holdfast.runs.catalog import Catalog
 from holdfast.testing import MemoryStorage
@@ -44,7 +44,7 @@ def test_a_checkpoint_that_was_announced_is_read_when_more_of_it_is_asked_for(tr
     trained.storage.delete(key)
     announced = Catalog(trained.storage).announced(folder(1), 1, found.digest, sequence=2, size_bytes=found.size_bytes)
     assert (announced.step, announced.sequence, announced) == (1, 2, found)
-    with pytest.raises(KeyMissingError):
+    with pytest.raises(CheckpointNotFoundError, match="which was removed since"):
         _ = announced.world_size
     trained.storage.put(key, data)
     assert announced.world_size == 1

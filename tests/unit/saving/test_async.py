@@ -491,7 +491,7 @@ def test_the_modes_for_gpus_work_without_one(mode: Any, tmp_path: Path) -> None:
     holder = Holder(torch.randn(1000), torch.randn(3).bfloat16(), torch.empty(0), torch.tensor(3 + 4j))
     with holdfast.CheckpointManager(tmp_path, {"h": holder}, mode=mode, rng=False) as manager:
         manager.save(0)
-        manager.before_update()
+        manager.wait_for_staging()
     found = restored(tmp_path, 0, *holder.tensors)
     assert all(map(torch.equal, found.tensors, holder.tensors))
 

@@ -57,7 +57,7 @@ def test_a_sequence_number_beyond_the_bound_is_damage_and_later_saves_stay_reada
     with manager_of(memory) as manager:
         result = manager.restore()
         assert result.step == 1
-        assert "step-000000002" in result.passed_over[0]
+        assert "step-000000002" in result.rejected[0]
         for step in (3, 4):
             manager.save(step)
     assert [(found.step, found.sequence) for found in holdfast.checkpoints(memory)] == [(4, 3), (3, 2), (1, 1)]

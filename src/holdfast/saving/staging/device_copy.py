@@ -144,7 +144,7 @@ class DeviceCopier:
         staging.send(lambda: self._send(copies, ready), len(copies))
         self._staging, self._reading = (None, []) if cloned else (staging, list(ready))
 
-    def before_update(self) -> None:
+    def wait_for_staging(self) -> None:
         """Make the current stream of every device wait for the copies that still read. The CPU goes on at once."""
         staging, self._staging = self._staging, None
         if staging is not None:

@@ -22,7 +22,7 @@ Place = tuple[int, int]
 class Copier(Protocol):
     """Copies that still read what an optimizer is about to change."""
 
-    def before_update(self) -> None: ...
+    def wait_for_staging(self) -> None: ...
 
 
 class StepHooks:
@@ -49,7 +49,7 @@ def _before_step(copier: weakref.ref[Copier], *_: Any) -> None:
     # Weak: a hook outlives a saver that was never closed, and must not keep its arena.
     found = copier()
     if found is not None:
-        found.before_update()
+        found.wait_for_staging()
 
 
 def changes_in_step_alone(optimizer: torch.optim.Optimizer) -> bool:

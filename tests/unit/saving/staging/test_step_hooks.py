@@ -11,7 +11,7 @@ class Copies:
     def __init__(self) -> None:
         self.waits = 0
 
-    def before_update(self) -> None:
+    def wait_for_staging(self) -> None:
         self.waits += 1
 
 
