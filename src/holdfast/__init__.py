@@ -46,8 +46,8 @@ if TYPE_CHECKING:
         unlock,
         verify,
     )
-    from holdfast.manager.manager import CheckpointManager, RestoreResult
-    from holdfast.manager.results import SaveHandle
+    from holdfast.manager.manager import CheckpointManager
+    from holdfast.manager.results import RestoreResult, SaveHandle
     from holdfast.manager.triggers import At, Every, OnLastStep, OnSignal, TimeLimit
     from holdfast.ondisk.codec.registry import register_type
     from holdfast.plugins.config import CheckpointConfig
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "CheckpointManager": "manager.manager",
-    "RestoreResult": "manager.manager",
+    "RestoreResult": "manager.results",
     "SaveHandle": "manager.results",
     "AsyncCheckpointer": "manager.checkpointer",
     "Event": "runs.events",

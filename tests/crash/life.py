@@ -31,7 +31,8 @@ from holdfast.errors import (
     KeyMissingError,
     RunInUseError,
 )
-from holdfast.manager.manager import CheckpointManager, RestoreResult
+from holdfast.manager.manager import CheckpointManager
+from holdfast.manager.results import RestoreResult
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.readers import reading

@@ -292,7 +292,7 @@ def test_without_the_wait_a_torn_save_is_noticed(tmp_path: Path) -> None:
     """The tests above can fail: a race, so it is only shown where it is hit."""
 
     def forget_the_wait(manager: holdfast.CheckpointManager) -> None:
-        copier = manager._saver._async.stager._copier
+        copier = manager._run.saver._async.stager._copier
         assert copier._staging is not None, "there was something to wait for"
         copier._staging = None
 
@@ -327,7 +327,7 @@ def test_hooks_memory_and_writers_are_given_back(mode: Any, tmp_path: Path) -> N
             manager.wait()
             assert len(hooks) == (0 if mode == "async" else 1), "one for all saves"
             assert belongings() == (before[0] + 1, before[1] + 1)
-            assert manager._saver._async.stager._placement.views[0].is_pinned(), (
+            assert manager._run.saver._async.stager._placement.views[0].is_pinned(), (
                 "page-locked, or copies would be slow and block"
             )
             del manager

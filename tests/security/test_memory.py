@@ -30,7 +30,7 @@ def highest():
 def restore():
     manager = holdfast.CheckpointManager(sys.argv[1], {"part": Holder()}, mode="sync", rng=False)
     found = manager.restore()
-    print(found.step, [not value.any().item() for value in manager._components["part"].state.values()])
+    print(found.step, [not value.any().item() for value in manager._run.components.live["part"].state.values()])
 
 torch.ones(8).sum()
 before = highest()

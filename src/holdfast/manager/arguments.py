@@ -1,38 +1,68 @@
-"""Check what a caller passes to a save, and encode it. Arguments enter; values that a manifest can hold leave."""
+"""Check what a caller passes to a manager or a save, and encode it. Arguments enter; checked values leave. Those of a
+save are values that a manifest can hold."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import math
+import os
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar, get_args
 
 import numpy
 import torch
 
 from holdfast.errors import UsageError
+from holdfast.loading.strategy import LoadStrategy
+from holdfast.manager.triggers import Trigger
 from holdfast.ondisk.codec import MAX_DEPTH, Json, encode, is_registered
 from holdfast.ondisk.manifest import STATE_DICT_NOTE
-from holdfast.ondisk.paths import as_integer
+from holdfast.ondisk.paths import as_integer, check_component_name
+from holdfast.ranks.base import Ranks
+from holdfast.runs.link_names import LinkTemplate
+from holdfast.runs.retention import KeepPolicy
+from holdfast.saving.plan import Replicas
+from holdfast.saving.stage import ChosenMode
+from holdfast.state.names import cuts_of, kind_of, refuse_flat_parameters
+from holdfast.state.rng import RNGState
+from holdfast.state.state_dicts import check_components
 from holdfast.state.tensors import inline_text
+from holdfast.state.wrappers import Sharded, check_covers
 
 __all__ = [
+    "RNG",
+    "Introduction",
     "agree_on",
     "agree_on_run",
     "check_callable",
     "check_epoch",
     "check_limit",
     "check_metrics",
+    "check_options",
+    "check_policies",
+    "check_stage",
     "check_timeout",
+    "checked_assets",
+    "checked_components",
+    "checked_links",
     "encoded",
     "encoded_config",
     "encoded_metrics",
+    "on_every_rank",
     "one_of",
     "plain_step",
+    "reported_metrics",
+    "wanted_guards",
 ]
+
+RNG = "rng"
+"""The component of the random state."""
+
+Value = TypeVar("Value")
 
 
 def check_timeout(timeout: object) -> None:
@@ -160,6 +190,89 @@ def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise UsageError(f"{name}={value!r}", advice=f"use one of {', '.join(map(repr, allowed))}")
 
 
+def reported_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the stored form of metrics that are reported after a save. None at all is an error."""
+    numbers = encoded_metrics(metrics)
+    if not numbers:
+        raise UsageError(f"metrics={metrics!r:.100} says nothing", advice="give numbers by name")
+    return numbers
+
+
+def check_policies(save: object, keep: object) -> None:
+    """Refuse what is no trigger or no policy."""
+    if save is not None and not isinstance(save, Trigger):
+        raise UsageError(f"save={save!r:.100}", advice="give a trigger such as Every(steps=500), or several with |")
+    if keep is not None and not isinstance(keep, KeepPolicy):
+        raise UsageError(f"keep={keep!r:.100}", advice="give a policy such as KeepLast(3), or several with |")
+
+
+def checked_links(links: object) -> bool | LinkTemplate:
+    """Return whether there are links, or the template of those of each checkpoint."""
+    if isinstance(links, bool | LinkTemplate):
+        return links
+    if isinstance(links, str):
+        return LinkTemplate(links)
+    raise UsageError(f"links={links!r:.100}", advice="give True, False, or a template such as '{name}-{step}'")
+
+
+def wanted_guards(strategy: object, guards: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the stored form of the guards of a restore. Refuses what is no strategy."""
+    if not isinstance(strategy, LoadStrategy):
+        raise UsageError(f"strategy={strategy!r:.100}", advice="give a holdfast.LoadStrategy")
+    return encoded("guards", guards)
+
+
+def check_options(
+    *, mode: object, resume: object, verify: object, replicas: object, save: object, keep: object
+) -> None:
+    """Refuse what is not among the words that an option takes, and what is no policy."""
+    one_of("mode", mode, get_args(ChosenMode))
+    one_of("resume", resume, ("auto", "required", "never"))
+    one_of("verify", verify, ("full", "quick", "off"))
+    one_of("replicas", replicas, get_args(Replicas))
+    check_policies(save, keep)
+
+
+def check_stage(stage: object) -> None:
+    """Refuse what is no number of a pipeline stage."""
+    if stage is not None and (isinstance(stage, bool) or not isinstance(stage, int) or stage < 0):
+        raise UsageError(f"pipeline_stage={stage!r}", advice="give the stage's number, from 0 on")
+
+
+def checked_components(state: Mapping[str, Any], rng: bool) -> dict[str, Any]:
+    """Return the components by name, with the random state where `rng` asks for it."""
+    if not isinstance(state, Mapping):
+        raise UsageError(f"state is a mapping of components by name, not a {type(state).__name__}")
+    if not state:
+        raise UsageError("state is empty", advice="pass at least the model: {'model': model}")
+    components = {check_component_name(name): component for name, component in state.items()}
+    if rng and not any(isinstance(component, RNGState) for component in components.values()):
+        if RNG in components:
+            raise UsageError(f"'{RNG}' is taken by the random state", advice="rename the component, or pass rng=False")
+        components[RNG] = RNGState()
+    for name, component in components.items():
+        kind_of(name, component)
+        refuse_flat_parameters(name, component)
+        if isinstance(component, Sharded):
+            cuts_of(name, components)
+    check_covers(components)
+    check_components(components, components)
+    return components
+
+
+def checked_assets(assets: Sequence[str | os.PathLike[str]]) -> tuple[Path, ...]:
+    """Return the paths of the assets. One that does not exist, or a name that occurs twice, is an error."""
+    if isinstance(assets, str | os.PathLike):
+        raise UsageError("assets takes a list of paths")
+    paths = tuple(Path(asset).resolve() for asset in assets)
+    for path in paths:
+        if not path.exists():
+            raise UsageError(f"the asset {path} is not there")
+    if len({path.name for path in paths}) != len(paths):
+        raise UsageError("two assets have the same name")
+    return paths
+
+
 def agree_on(label: str, words: list[str]) -> None:
     for rank, word in enumerate(words):
         if word != words[0]:
@@ -184,3 +297,15 @@ def agree_on_run(words: list[Introduction]) -> None:
                 f"the ranks have different runs: {run} on rank 0 and {other} on rank {rank}",
                 advice="give every rank the same run, and build managers in the same order on every rank",
             )
+
+
+def on_every_rank(ranks: Ranks, label: str, work: Callable[[], Value], *, same: str = "") -> Value:
+    """Do a rank's own work. An error on one rank is raised on all of them, and so is a `same` that differs."""
+    done: list[Value] = []
+
+    def mine() -> str:
+        done.append(work())
+        return same
+
+    ranks.decide(label, mine, partial(agree_on, label), sends=str, returns=None)
+    return done[0]

@@ -1,8 +1,11 @@
-"""What a caller holds of a save: whether it is staged, done, and the checkpoint that it became."""
+"""Hold what calls of a manager return: the handle of a save, which may still be under way, and the outcome of a
+restore."""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
+from typing import Any
 
 from holdfast.errors import HoldfastError, KeyMissingError
 from holdfast.runs.catalog import Catalog
@@ -12,7 +15,7 @@ from holdfast.saving.pending import PendingSave
 
 logger = logging.getLogger("holdfast")
 
-__all__ = ["SaveHandle"]
+__all__ = ["RestoreResult", "SaveHandle"]
 
 
 class SaveHandle:
@@ -83,3 +86,28 @@ class SaveHandle:
         else:
             state = "committed before" if self.skipped else "committed"
         return f"SaveHandle(step={self.step}, {state})"
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreResult:
+    """The outcome of a restore. `resumed` is False for a fresh run, whose `next_step` is 0.
+
+    `restored` are the components that took state, `missing` what the checkpoint did not have, `skipped` what was left
+    as it is, each with the reason, and `rejected` the folders that were no sound checkpoint, each with the reason. A
+    fresh start has it, too: with `resume="never"` it lists all that is there. `accepted` are differences that the
+    strategy let pass and a stricter one would refuse, such as another number of parameter groups.
+    """
+
+    resumed: bool
+    step: int | None = None
+    next_step: int = 0
+    progress: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+    config: Any = None
+    checkpoint: Checkpoint | None = None
+    restored: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+    rejected: tuple[str, ...] = ()
+    accepted: tuple[str, ...] = ()

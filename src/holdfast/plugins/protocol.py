@@ -16,8 +16,8 @@ from typing import Any, Protocol, runtime_checkable
 from holdfast.errors import CheckpointNotFoundError, StateMismatchError, UsageError
 from holdfast.loading.strategy import MODULES, OPTIMIZERS, LoadStrategy
 from holdfast.manager.functions import resolve
-from holdfast.manager.manager import CheckpointManager, RestoreResult
-from holdfast.manager.results import SaveHandle
+from holdfast.manager.manager import CheckpointManager
+from holdfast.manager.results import RestoreResult, SaveHandle
 from holdfast.plugins.class_loading import Call, check_class, named_class
 from holdfast.plugins.config import CheckpointConfig, shown
 from holdfast.plugins.contexts import LoadContext, SaveContext

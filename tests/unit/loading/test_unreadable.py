@@ -236,15 +236,15 @@ def test_cleanup_is_skipped_while_a_manifest_cannot_be_read_and_made_up_for_late
     flaky = FlakyStorage(memory, times=None, errno=errno.EACCES)
     with manager_of(flaky, state, keep=holdfast.KeepLast(1)) as manager:
         manager.save(1)
-        manager._housekeeper.wait()
+        manager._run.housekeeper.wait()
         flaky.fail_on = "* step-000000001/manifest.json*"
         manager.save(2)
-        manager._housekeeper.wait()
+        manager._run.housekeeper.wait()
         assert [found.step for found in holdfast.checkpoints(memory)] == [2, 1]
         assert "cleanup failed and will be retried after the next save" in caplog.text
         flaky.fail_on = None
         manager.save(3)
-        manager._housekeeper.wait()
+        manager._run.housekeeper.wait()
         assert [found.step for found in holdfast.checkpoints(memory)] == [3]
 
 
@@ -258,7 +258,7 @@ def test_what_is_newer_than_the_one_resumed_from_stays_until_somebody_prunes() -
             manager.restore(selector)
             for step in steps:
                 manager.save(step)
-            manager._housekeeper.wait()
+            manager._run.housekeeper.wait()
             reasons = {decision.step: decision.reasons for decision in manager.retention()}
             assert "went back" in reasons[4][0]
             assert "holdfast prune" in reasons[4][0]
@@ -281,7 +281,7 @@ def test_a_damaged_newest_survives_the_saves_after_the_fall_back() -> None:
         assert "step-000000003" in result.rejected[0]
         for step in (5, 6, 7):
             manager.save(step)
-        manager._housekeeper.wait()
+        manager._run.housekeeper.wait()
     memory.delete("step-000000003/manifest.json")
     memory.put("step-000000003/manifest.json", sound)
     assert holdfast.verify(memory, 3).ok, "its bytes are all still there"

@@ -698,7 +698,7 @@ def test_a_restart_removes_nothing_before_it_knows_what_is_sound(tmp_path: Path)
     damage(tmp_path / "step-000000002")
     weights = Weights(-1.0)
     with opened(tmp_path, weights, save=Every(steps=1), keep=KeepLast(1)) as manager:
-        manager._housekeeper.wait()
+        manager._run.housekeeper.wait()
         assert manager.restore().step == 1
     assert weights.value == 1.0
 
@@ -1152,7 +1152,7 @@ def test_who_only_says_something_of_a_checkpoint_does_not_keep_others_from_train
             manager.tag(1, "evaluated")
         else:
             manager.report(1, {"accuracy": 0.5})
-        manager._housekeeper.wait()
+        manager._run.housekeeper.wait()
         return manager
 
     other = in_another_process(evaluate)

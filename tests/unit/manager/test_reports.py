@@ -157,7 +157,7 @@ def test_metrics_whose_checkpoint_cannot_be_looked_for_are_raised_by_the_next_ca
     handle = manager.save(1)
     assert handle.wait().step == 1
     # Both return only when the worker thread has tried it.
-    ask = manager.close if call == "close" else lambda: (manager._housekeeper.wait(), manager.wait())
+    ask = manager.close if call == "close" else lambda: (manager._run.housekeeper.wait(), manager.wait())
     with pytest.raises(holdfast.SaveFailedError, match=r"metrics reported of step 1 are not written.*not to be listed"):
         ask()
     storage.hides = storage.is_hidden = False

@@ -168,7 +168,7 @@ def test_a_rollback_while_others_are_being_removed_keeps_what_it_went_back_to() 
         "run", {"part": Part()}, storage=storage, mode="sync", rng=False, keep=KeepLast(1)
     )
     manager.save(1)
-    manager._housekeeper.wait()
+    manager._run.housekeeper.wait()
     planned, restored = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -192,9 +192,9 @@ def test_a_rollback_while_others_are_being_removed_keeps_what_it_went_back_to() 
     going_back.join(30)  # it may have to wait for the cleanup, and then finds what is there
     restored.set()
     going_back.join(60)
-    manager._housekeeper.wait()
+    manager._run.housekeeper.wait()
     assert manager.save(3).wait().parent in {found.digest for found in manager.checkpoints()} | {None}
-    manager._housekeeper.wait()
+    manager._run.housekeeper.wait()
     newest = manager.checkpoints()[0]
     assert (newest.step, newest.manifest.line) == (3, ((1, 1),))
     manager.close()

@@ -1,0 +1,62 @@
+"""End a manager: finish its background work, its saves and its process-wide changes, in the order that loses nothing.
+
+The parts of a manager enter when it is built; each is closed once, by the first `close`. A forked child closes nothing:
+what its parent built is its parent's.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from holdfast.errors import ClosedError, HoldfastError
+from holdfast.manager.open_run import OpenRun
+
+logger = logging.getLogger("holdfast")
+
+__all__ = ["Lifetime"]
+
+
+class Lifetime:
+    """Knows whether a manager is open, and closes it."""
+
+    def __init__(self, run: OpenRun) -> None:
+        self._run = run
+        self._closed = False
+
+    def require_open(self) -> None:
+        """Raise when the manager was closed, or when this process is a forked child of the one that built it."""
+        self._run.saver.require_own_process()
+        if self._closed:
+            raise ClosedError("the manager was closed", run=self._run.catalog.storage.url, advice="build a new one")
+
+    def close(self) -> None:
+        """Finish what is pending and give everything back; raise what failed, once. Idempotent."""
+        if self._closed or self._run.saver.is_inherited:
+            return
+        self._closed = True
+        failure = self._finish_background_work()
+        self._run.saver.close()
+        if failure is not None:
+            raise failure
+
+    def close_after(self, error: BaseException | None) -> None:
+        """Close at the end of a `with` block. An error that ended the block is not replaced by one of closing."""
+        if self._closed or self._run.saver.is_inherited:
+            return
+        self._closed = True
+        failure = self._finish_background_work()
+        self._run.saver.close_after(error)
+        if failure is not None and error is None:
+            raise failure
+        if failure is not None:
+            logger.error("%s", failure)
+
+    def _finish_background_work(self) -> HoldfastError | None:
+        """Finish all that runs beside the saves. Return why reported metrics could not be written."""
+        self._run.saver.drain()
+        self._run.components.close()
+        self._run.housekeeper.wait()
+        failure = self._run.reports.end()
+        self._run.housekeeper.close()
+        self._run.pace.close()
+        return failure

@@ -1,0 +1,218 @@
+"""Turn a call of `restore` into a restore, and set the line that the next saves continue. A selector enters on all
+ranks; a `RestoreResult` leaves.
+
+What depends on files, such as whether a selector is a path, is decided by the leader. The restore itself is
+`loading.pipeline`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Literal
+
+from holdfast.errors import CheckpointNotFoundError
+from holdfast.loading.pipeline import load
+from holdfast.loading.records import Loaded, LoadRequest, NothingToLoad
+from holdfast.loading.resolve import locate
+from holdfast.loading.strategy import LoadStrategy, Verify
+from holdfast.manager.arguments import RNG, on_every_rank, wanted_guards
+from holdfast.manager.open_run import OpenRun
+from holdfast.manager.results import RestoreResult
+from holdfast.ranks.base import on_leader
+from holdfast.runs.catalog import Catalog
+from holdfast.runs.checkpoint import Checkpoint
+from holdfast.runs.events import Event
+from holdfast.runs.lineage import Lineage
+from holdfast.runs.orphans import wait_for_orphans
+from holdfast.runs.selector import Selector, parse_selector
+from holdfast.storage.registry import open_storage, same_place
+
+logger = logging.getLogger("holdfast")
+
+__all__ = ["Resume", "Restores"]
+
+Resume = Literal["auto", "required", "never"]
+Selecting = str | int | os.PathLike[str]
+
+
+class Restores:
+    """Makes the restores of one manager.
+
+    rng: whether the random state is restored; without it the one of a checkpoint is left out on purpose.
+    """
+
+    def __init__(self, run: OpenRun, *, resume: Resume, verify: Verify, rng: bool, timeout_seconds: float) -> None:
+        self._run = run
+        self._resume: Resume = resume
+        self._verify: Verify = verify
+        self._unwanted = frozenset() if rng else frozenset({RNG})
+        self._timeout_seconds = timeout_seconds
+
+    def restore(
+        self, selector: Selecting, strategy: LoadStrategy | None, guards: Mapping[str, Any] | None
+    ) -> RestoreResult:
+        """Restore on all ranks, or start fresh where there is nothing and nothing was asked for by name."""
+        self._run.saver.drain()
+        started = time.monotonic()
+        chosen_strategy = strategy if strategy is not None else LoadStrategy()
+        wanted = on_every_rank(
+            self._run.ranks, "restore", lambda: wanted_guards(chosen_strategy, guards), same=repr(chosen_strategy)
+        )
+        on_leader(self._run.ranks, "look for writers", self._wait_for_writers, returns=None)
+        catalog, chosen, explicit = self._locate_together(selector)
+        if self._resume == "never" and not explicit:
+            left = on_leader(self._run.ranks, "list what is left", self._left_by_a_fresh_start, returns=tuple[str, ...])
+            self._start_line(Lineage())
+            return RestoreResult(resumed=False, rejected=left)
+        waited = time.monotonic() - started
+        request = LoadRequest(
+            chosen,
+            self._run.components.live,
+            chosen_strategy,
+            wanted,
+            self._run.components.pipeline_stage,
+            self._verify,
+            self._unwanted,
+        )
+        loaded = load(request, catalog, self._run.ranks)
+        if isinstance(loaded, NothingToLoad):
+            return self._start_fresh(loaded, catalog, explicit=explicit)
+        self._run.components.note_restored(catalog, loaded, chosen_strategy)
+        if catalog is self._run.catalog:
+            self._set_aside(loaded.damaged)
+        phases = MappingProxyType({"wait": waited, **loaded.phases})
+        self._emit_restored(loaded.checkpoint, time.monotonic() - started, phases)
+        return self._resumed(loaded, chosen_strategy, own_run=catalog is self._run.catalog)
+
+    def should_load(self) -> bool:
+        """Return whether a restore would find a checkpoint or fail for the lack of one, as the leader finds it."""
+        if self._resume != "auto":
+            return self._resume == "required"
+        self._run.saver.drain()
+
+        def look() -> bool:
+            self._wait_for_writers()
+            return self._run.catalog.holds_something()
+
+        return on_leader(self._run.ranks, "should_load", look, returns=bool)
+
+    def peek(self, selector: str | int) -> Checkpoint | None:
+        """Return a checkpoint without loading it; None when `latest` finds nothing."""
+        catalog, chosen, explicit = self._locate(selector)
+        if not explicit and not catalog.holds_something():
+            return None
+        return catalog.find(chosen)
+
+    def _wait_for_writers(self) -> None:
+        self._run.saver.finish_other_saves()
+        # Half of the time that the other ranks wait for the leader.
+        wait_for_orphans(self._run.catalog, self._timeout_seconds / 2)
+
+    def _left_by_a_fresh_start(self) -> tuple[str, ...]:
+        """Return all that the run holds and a start that never resumes leaves alone, each with the reason."""
+        scan = self._run.catalog.survey()
+        left = {found.folder: "left as it is: resume='never' starts fresh" for found in scan.checkpoints}
+        left |= {skipped.folder: skipped.reason for skipped in scan.damaged}
+        left |= {folder: str(error) for folder, error in scan.unreadable}
+        left |= dict.fromkeys(scan.attempts, "was never committed")
+        return tuple(f"{folder}: {left[folder]}" for folder in sorted(left))
+
+    def _locate(self, selector: Selecting) -> tuple[Catalog, Selector, bool]:
+        """Return the run and the selector in it, and whether anything but this run's latest was asked for."""
+        if _is_path(selector):
+            catalog, chosen = locate(selector)  # type: ignore[arg-type]
+            same_run = same_place(catalog.storage, self._run.catalog.storage)
+            return self._run.catalog if same_run else catalog, chosen, True
+        _, chosen = locate(self._run.catalog.storage, selector)  # type: ignore[arg-type]
+        return self._run.catalog, chosen, chosen.kind != "latest"
+
+    def _locate_together(self, selector: Selecting) -> tuple[Catalog, Selector, bool]:
+        """Locate on the leader, for all ranks: what a path is depends on the files that a rank sees."""
+        if not _is_path(selector):
+            return on_every_rank(self._run.ranks, "selector of restore", lambda: self._locate(selector))
+
+        def locate_on_leader() -> tuple[str, str]:
+            catalog, chosen, _ = self._locate(selector)
+            return "" if catalog is self._run.catalog else catalog.storage.url, str(chosen)
+
+        url, chosen = on_leader(self._run.ranks, "path of restore", locate_on_leader, returns=tuple[str, str])
+        return Catalog(open_storage(url)) if url else self._run.catalog, parse_selector(chosen), True
+
+    def _start_fresh(self, nothing: NothingToLoad, catalog: Catalog, *, explicit: bool) -> RestoreResult:
+        if self._resume == "required" or explicit:
+            raise CheckpointNotFoundError(
+                "there is no checkpoint to resume from",
+                run=catalog.storage.url,
+                advice="check the path" if explicit else "check the path, or use resume='auto' to start fresh",
+            )
+        self._start_line(None)
+        return RestoreResult(resumed=False, rejected=tuple(map(str, nothing.passed_over)))
+
+    def _set_aside(self, damaged: Mapping[Checkpoint, str]) -> None:
+        """Have the run's writer write the damage down: a process that only reads leaves it as it is."""
+        self._run.housekeeper.suspect(damaged)
+        if damaged and self._run.saver.lease:
+            self._run.housekeeper.clear_debris_in_background()
+
+    def _emit_restored(self, checkpoint: Checkpoint, seconds: float, phases: Mapping[str, float]) -> None:
+        self._run.saver.tell(
+            Event(
+                "restored",
+                checkpoint.step,
+                self._run.ranks.rank,
+                seconds,
+                size_bytes=checkpoint.size_bytes,
+                phases=phases,
+                path=checkpoint.path,
+            )
+        )
+
+    def _resumed(self, loaded: Loaded, strategy: LoadStrategy, *, own_run: bool) -> RestoreResult:
+        checkpoint = loaded.checkpoint
+        parts: dict[str, Any] = {
+            "checkpoint": checkpoint,
+            "restored": loaded.restored,
+            "missing": loaded.missing,
+            "skipped": loaded.skipped,
+            "rejected": tuple(map(str, loaded.passed_over)),
+            "accepted": loaded.accepted,
+            "config": checkpoint.config,
+        }
+        if not strategy.progress:
+            self._start_line(Lineage.of(checkpoint) if own_run else Lineage())
+            return RestoreResult(resumed=False, **parts)
+        if own_run:
+            self._run.saver.lineage.continue_from(checkpoint, self._run.catalog)
+            self._run.reports.drop_failed()
+        else:
+            self._start_line(Lineage())
+        self._run.pace.note_start(checkpoint.epoch)
+        if self._run.ranks.rank == 0:
+            logger.info("resumed from step %d (%s)", checkpoint.step, checkpoint.path)
+        return RestoreResult(
+            resumed=True,
+            step=checkpoint.step,
+            next_step=checkpoint.step + 1,
+            progress=dict(checkpoint.progress),
+            metrics=dict(checkpoint.metrics),
+            extra=dict(checkpoint.extra),
+            **parts,
+        )
+
+    def _start_line(self, own: Lineage | None) -> None:
+        """Begin at step 0, or with the state of another run: no checkpoint of this run belongs to this training yet, so
+        no save may be skipped for one, whatever the manager did before. `own` are those that it may report on: what it
+        restored, or None for any where it restored nothing."""
+        self._run.saver.lineage.start(own)
+        self._run.reports.drop_failed()
+        self._run.pace.note_fresh_start()
+
+
+def _is_path(selector: Selecting) -> bool:
+    if not isinstance(selector, str):
+        return isinstance(selector, os.PathLike)
+    return ("@" in selector or "/" in selector) and not selector.startswith("best:")

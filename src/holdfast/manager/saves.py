@@ -1,0 +1,132 @@
+"""Turn a call of `save` into a save. The caller's arguments enter on all ranks; the handle of a save leaves.
+
+Knows what a manager stores with every checkpoint; the save itself is the saver's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from holdfast.errors import HoldfastError, RunInUseError, UsageError
+from holdfast.manager.annotating import Annotator
+from holdfast.manager.arguments import (
+    check_epoch,
+    checked_assets,
+    checked_links,
+    encoded,
+    encoded_config,
+    encoded_metrics,
+    plain_step,
+)
+from holdfast.manager.open_run import OpenRun
+from holdfast.manager.results import SaveHandle
+from holdfast.ondisk.codec import Json
+from holdfast.ondisk.manifest import Ranking, UserMetadata
+from holdfast.ondisk.paths import check_step
+from holdfast.runs.link_names import LinkTemplate
+from holdfast.runs.retention import KeepPolicy
+from holdfast.runs.selector import check_tag
+from holdfast.saving.request import SaveRequest
+
+logger = logging.getLogger("holdfast")
+
+__all__ = ["SaveArguments", "Saves", "Stored"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a manager stores with every checkpoint: the encoded configuration, the paths of the assets, the links that
+    lead to it, and the metrics by which `best` is ranked."""
+
+    config: Json
+    assets: tuple[Path, ...]
+    links: bool | LinkTemplate
+    ranking: Ranking
+
+    @classmethod
+    def checked(
+        cls, config: Any, assets: Sequence[str | os.PathLike[str]], links: object, keep: KeepPolicy | None
+    ) -> Stored:
+        """Return what is stored, from a manager's arguments."""
+        ranking = keep.metrics if keep is not None else ()
+        return cls(encoded_config(config), checked_assets(assets), checked_links(links), ranking)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveArguments:
+    """What the caller of one save passes, unchecked."""
+
+    metrics: Mapping[str, Any] | None = None
+    progress: Mapping[str, Any] | None = None
+    extra: Mapping[str, Any] | None = None
+    guards: Mapping[str, Any] | None = None
+    tag: str | None = None
+    epoch: int | None = None
+    resave: bool = False
+
+
+class Saves:
+    """Makes the saves of one manager."""
+
+    def __init__(self, run: OpenRun, stored: Stored, annotator: Annotator) -> None:
+        self._run = run
+        self._stored = stored
+        self._annotator = annotator
+
+    def save(self, step: int, given: SaveArguments) -> SaveHandle:
+        """Save on all ranks. A step that the line of the run has is not written; its checkpoint is annotated."""
+        step = plain_step(step)
+        pending = self._run.saver.save(step, lambda: self._request(step, given))
+        self._run.pace.note_save()
+        metrics = encoded_metrics(given.metrics) if pending.skipped else {}
+        if pending.skipped and not self._annotator.add_to_committed(pending, metrics=metrics, tag=given.tag or ""):
+            # Its checkpoint was removed since the leader found it, as by retention.
+            pending = self._run.saver.save(step, lambda: self._request(step, replace(given, resave=True)))
+        if pending.skipped and (given.progress or given.extra or given.guards) and self._run.ranks.rank == 0:
+            logger.warning("step %d was committed before; its progress, extra and guards stay as they are", step)
+        return SaveHandle(pending, self._run.catalog)
+
+    def save_and_stop(self, step: int, reasons: Sequence[str], given: SaveArguments) -> None:
+        """Save the last step of the training and wait for the commit. Retry once: there is no later save."""
+        if self._run.ranks.rank == 0:
+            logger.warning("saving step %d and stopping: %s", step, ", ".join(reasons))
+        try:
+            self.save(step, given).wait()
+        except (RunInUseError, UsageError):
+            raise
+        except HoldfastError as error:
+            # It may be the failure of the save before this one, which no call has raised yet.
+            logger.error("%s; trying once more", error)
+            self._run.pace.note_failure()
+            try:
+                self.save(step, given).wait()
+            except HoldfastError:
+                self._run.pace.note_failure()
+                raise
+
+    def _request(self, step: int, given: SaveArguments) -> SaveRequest:
+        self._run.reports.settle()
+        return SaveRequest(
+            step=check_step(step),
+            components=self._run.components.live,
+            pipeline_stage=self._run.components.pipeline_stage,
+            metadata=UserMetadata(
+                metrics=encoded_metrics(given.metrics),
+                progress=encoded("progress", given.progress),
+                extra=encoded("extra", given.extra),
+                config=self._stored.config,
+                guards={**encoded("guards", given.guards), **self._run.components.carried_guards()},
+                tags=() if given.tag is None else (check_tag(given.tag),),
+                epoch=check_epoch(given.epoch) if given.epoch is not None else self._run.pace.epoch,
+                ranking=self._stored.ranking,
+            ),
+            assets=self._stored.assets,
+            links=self._stored.links is not False,
+            resave=given.resave,
+            carried=self._run.components.carried(),
+        )
