@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.plugins import config, protocol
+from holdfast.plugins import policy_data, protocol
 
 PAGE = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text()
 
@@ -22,8 +22,8 @@ def rows(after: str) -> list[str]:
 
 def test_the_page_has_every_key_of_the_config() -> None:
     assert rows("with the nearest one.") == [field.name for field in dataclasses.fields(protocol.CheckpointConfig)]
-    assert rows("Under `save`") == list(config.SAVE_KEYS)
-    assert rows("Under `keep`") == list(config.KEEP_KEYS)
+    assert rows("Under `save`") == list(policy_data.SAVE_KEYS)
+    assert rows("Under `keep`") == list(policy_data.KEEP_KEYS)
 
 
 def test_the_page_has_every_method_of_the_protocol() -> None:

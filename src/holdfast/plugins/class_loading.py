@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from holdfast.errors import UnsafeContentError, UsageError
-from holdfast.plugins.config import is_dotted_name, nearest, shown
+from holdfast.plugins.config_values import is_dotted_name, nearest, shown
 
 __all__ = ["Call", "check_class", "named_class"]
 

@@ -19,7 +19,8 @@ from holdfast.manager.functions import resolve
 from holdfast.manager.manager import CheckpointManager
 from holdfast.manager.results import RestoreResult, SaveHandle
 from holdfast.plugins.class_loading import Call, check_class, named_class
-from holdfast.plugins.config import CheckpointConfig, shown
+from holdfast.plugins.config import CheckpointConfig
+from holdfast.plugins.config_values import shown
 from holdfast.plugins.contexts import LoadContext, SaveContext
 from holdfast.runs.events import Event
 from holdfast.state.names import kind_of
