@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from holdfast.cli.output import DAMAGED, REFUSED, SOUND, cell, count_text, print_json, size_text, stderr, stdout
+from holdfast.cli.output import DAMAGED, REFUSED, SOUND, cell, count_text, print_json, size_text, stdout
 from holdfast.cli.sources import (
     Unreadable,
     find,
@@ -29,9 +27,8 @@ from holdfast.ondisk import paths
 from holdfast.runs import verify as verifying
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint
+from holdfast.runs.progress import Progress
 from holdfast.runs.report import Problem
-
-_PATIENCE_SECONDS = 1.0
 
 
 class Depth(StrEnum):
@@ -135,8 +132,8 @@ def _every(source: str, depth: Depth) -> Iterator[Outcome]:
 
 
 def _checked(checkpoint: Checkpoint, depth: Depth) -> Outcome:
-    with meter(stderr(), f"step {checkpoint.step}", checkpoint.size_bytes) as on_bytes:
-        report = verifying.verify(checkpoint, depth.value, on_bytes=on_bytes)
+    with Progress(f"verifying step {checkpoint.step}", checkpoint.size_bytes) as bar:
+        report = verifying.verify(checkpoint, depth.value, on_bytes=bar.add)
     return Outcome(report.path, report.step, report.problems, report.checked_bytes)
 
 
@@ -145,30 +142,6 @@ def _unread(catalog: Catalog, one: Unreadable, file: str | None = None) -> Outco
     problem = Problem(file or paths.MANIFEST, one.reason)
     path = f"{catalog.storage.url}/{one.folder}"
     return Outcome(path, named.step if named else 0, (problem,), newer=one.newer, known=one.known)
-
-
-@contextmanager
-def meter(
-    console: Console, title: str, total_bytes: int, after_seconds: float = _PATIENCE_SECONDS
-) -> Iterator[Callable[[int], None]]:
-    """Count bytes, and show them as a bar once it takes longer than a moment. Nothing is shown to a file or a pipe."""
-    if not console.is_interactive:
-        yield lambda size_bytes: None
-        return
-    parts = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
-    bar = Progress(TextColumn("{task.description}"), *parts, console=console, transient=True)
-    task = bar.add_task(title, total=total_bytes)
-    started = time.monotonic()
-
-    def on_bytes(size_bytes: int) -> None:
-        bar.advance(task, size_bytes)
-        if time.monotonic() - started >= after_seconds:
-            bar.start()
-
-    try:
-        yield on_bytes
-    finally:
-        bar.stop()
 
 
 def _exit_code(outcomes: list[Outcome]) -> int:

@@ -1,6 +1,7 @@
-"""Show a person how far a long transfer is. Counts of bytes enter; one line on a terminal leaves, and nothing else.
+"""Show how far a long transfer is. Counts of bytes enter; one line on a terminal leaves, and nothing else.
 
-Nothing is drawn in the first two seconds, nor where the stream is no terminal: logs stay clean.
+Nothing is drawn in the first two seconds, nor where the stream is no terminal: logs and notebooks stay clean. For the
+library and the command line alike, and without rich, which the library does not import.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ __all__ = ["Progress"]
 _QUIET_SECONDS = 2.0
 _SECONDS_BETWEEN_DRAWINGS = 0.1
 _BAR_CHARACTERS = 16
+_NOTEBOOKS = ("ipykernel", "google")
 
 
 class Progress:
-    """One bar for `total_bytes`. May be told of bytes by several threads at once; never raises for the terminal's sake.
+    """One bar for `total_bytes`. Several threads may count at once; an error of the terminal is never raised.
 
     with Progress("saving step 500", total_bytes) as progress:
         progress.add(count)
@@ -48,13 +50,13 @@ class Progress:
         self._next_drawing = self._start + _QUIET_SECONDS
 
     def add(self, count_bytes: int) -> None:
-        """So many more bytes are done."""
+        """Count more bytes as done."""
         with self._lock:
             self._done_bytes += count_bytes
             self._draw_when_due()
 
     def set(self, done_bytes: int) -> None:
-        """So many bytes are done in all."""
+        """Set how many bytes are done in all."""
         with self._lock:
             self._done_bytes = done_bytes
             self._draw_when_due()
@@ -107,6 +109,9 @@ class Progress:
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
+    # The stream of a notebook may call itself a terminal, for the sake of colours; each drawing would be stored in it.
+    if type(stream).__module__.partition(".")[0] in _NOTEBOOKS:
+        return False
     try:
         return stream is not None and stream.isatty()
     except (AttributeError, ValueError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -17,7 +16,6 @@ import msgspec
 import numpy
 import pytest
 import torch
-from rich.console import Console
 from typer.testing import CliRunner
 
 import holdfast
@@ -25,7 +23,6 @@ from holdfast._version import __version__
 from holdfast.cli import app
 from holdfast.cli.output import size_text, visible
 from holdfast.cli.show import outline
-from holdfast.cli.verify import meter
 from holdfast.ondisk.manifest import Manifest, decode_manifest, encode_manifest
 from tests.counting import calls
 
@@ -447,25 +444,6 @@ def test_verify_all_takes_a_run_with_a_checkpoint_and_no_selector(run: Path, tmp
         result = call("verify", *words, "--all")
         assert (result.exit_code, result.stdout) == (2, "")
         assert result.stderr.startswith("error: ")
-
-
-def test_the_meter_shows_bytes_on_a_terminal_that_waits() -> None:
-    screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=100, _environ={"TERM": "xterm"})
-    with meter(console, "step 30", 4 << 20, after_seconds=0) as on_bytes:
-        on_bytes(3 << 20)
-        on_bytes(1 << 20)
-    assert "step 30" in screen.getvalue()
-    assert "/4.0 MiB" in screen.getvalue()
-
-
-@pytest.mark.parametrize(("terminal", "after_seconds"), [(True, 3600.0), (False, 0.0)])
-def test_the_meter_is_silent_for_a_moment_and_off_a_terminal(terminal: bool, after_seconds: float) -> None:
-    screen = io.StringIO()
-    console = Console(file=screen, force_terminal=terminal, width=100, _environ={"TERM": "xterm"})
-    with meter(console, "step 30", 4 << 20, after_seconds) as on_bytes:
-        on_bytes(4 << 20)
-    assert screen.getvalue() == ""
 
 
 # What every command shares

@@ -144,3 +144,12 @@ def test_a_line_never_reaches_the_end_of_a_narrow_terminal(monkeypatch: pytest.M
         clock.now += 3
         progress.add(1)
         assert len(terminal.screen()) == 29
+
+
+@pytest.mark.parametrize("module", ["ipykernel.iostream", "google.colab._stream"])
+def test_a_notebook_gets_no_bar_though_its_stream_calls_itself_a_terminal(module: str) -> None:
+    stream, clock = type("OutStream", (Terminal,), {"__module__": module})(), Clock()
+    with Progress("saving", GIB, stream=stream, clock=clock) as progress:
+        clock.now += 3
+        progress.add(1)
+    assert stream.getvalue() == ""
