@@ -141,7 +141,7 @@ class AsyncCheckpointer:
         return self._saver.is_pending
 
     def poll(self) -> None:
-        """Raise what failed, once; never waits."""
+        """Raise what failed, once; never wait."""
         self._check_open()
         self._saver.poll()
 
@@ -151,7 +151,8 @@ class AsyncCheckpointer:
         self._saver.wait()
 
     def wait_for_staging(self) -> None:
-        """Make the device wait for copies that still read, before tensors are changed by other means than a step."""
+        """Make the device wait for the copies of a save that still read. Call it before changing tensors by other means
+        than a step of their optimizer."""
         self._saver.wait_for_staging()
 
     def close(self) -> None:

@@ -23,12 +23,12 @@ from holdfast.runs.selector import Selector
 
 
 def resolve(run: Location, selector: str | int = "latest") -> Checkpoint:
-    """The checkpoint that is meant: a run and a selector, or the path of a checkpoint, a manifest or a link."""
+    """Return the checkpoint that is meant: a run and a selector, or the path of a checkpoint, a manifest or a link."""
     return resolving.resolve(run, selector)
 
 
 def peek(run: Location, selector: str | int = "latest") -> Checkpoint | None:
-    """The checkpoint that is meant, or None where `latest` finds nothing. Loads nothing."""
+    """Return the checkpoint that is meant, or None where `latest` finds nothing. Loads nothing."""
     catalog, chosen = resolving.locate(run, selector)
     if chosen.kind == "latest" and not catalog.holds_something():
         return None
@@ -36,13 +36,14 @@ def peek(run: Location, selector: str | int = "latest") -> Checkpoint | None:
 
 
 def is_restart(run: Location) -> bool:
-    """Whether the run has a checkpoint to resume from. A damaged one counts: such a run must not start afresh."""
+    """Return whether the run has a checkpoint to resume from. A damaged one counts: such a run must not start
+    fresh."""
     catalog, _ = resolving.locate(run)
     return catalog.holds_something()
 
 
 def checkpoints(run: Location) -> list[Checkpoint]:
-    """The run's committed checkpoints, the latest first. Loads nothing."""
+    """Return the run's committed checkpoints, the latest first. Loads nothing."""
     catalog, _ = resolving.locate(run)
     return list(catalog.scan().checkpoints)
 

@@ -144,7 +144,8 @@ class CheckpointManager:
             undo.pop_all()
 
     def should_save(self, step: int, *, epoch: int | None = None, metrics: Mapping[str, Any] | None = None) -> bool:
-        """Whether `step` would save now. Changes nothing. Where a clock or a signal decides, all ranks must ask."""
+        """Return whether `step` would save now. Changes nothing. Where a clock or a signal decides, all ranks must
+        call it."""
         self._lifetime.require_open()
         check_metrics(metrics)
         return self._run.pace.wants_save(check_step(step), check_epoch(epoch))
@@ -165,11 +166,12 @@ class CheckpointManager:
         extra: Mapping[str, Any] | None = None,
         guards: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Call it after every training step: it saves when `save=` says so, and raises what failed, once.
+        """Save when a trigger of `save=` asks for it, and raise what failed before, once. Call it after every training
+        step.
 
-        True: a signal or a time limit asks to stop, and the step at which it did is saved and committed. On all ranks
-        alike. A loop that goes on is told True again, and another signal saves again. `epoch` is how many epochs are
-        done by now.
+        Return True when a signal or a time limit asks to stop, on all ranks alike; the step at which it did is saved
+        and committed then. A loop that goes on gets True from each later call, and another signal saves again. `epoch`
+        is how many epochs are done by now.
         """
         self._lifetime.require_open()
         step = check_step(step)
@@ -201,10 +203,10 @@ class CheckpointManager:
         """Save the state after `step` was done. A step that this line of the run has committed is not written again;
         its checkpoint gets the metrics and the tag. With `resave` it is, as a later checkpoint of the same step.
 
-        One save is under way at a time: this waits for the one before it. If that failed, and nobody has heard of it,
-        its error is raised here and nothing is saved; the next save works. `wait` returns only when the checkpoint is
-        committed, which in sync mode is always so. `epoch` is how many epochs are done by now; without it, the last
-        that was named.
+        One save is under way at a time: this waits for the one before it. If that failed, and no call has raised its
+        error yet, the error is raised here and nothing is saved; the next save works. `wait` returns only when the
+        checkpoint is committed, which in sync mode is always so. `epoch` is how many epochs are done by now; without
+        it, the last that was named.
         """
         self._lifetime.require_open()
         handle = self._saves.save(step, SaveArguments(metrics, progress, extra, guards, tag, epoch, resave))
@@ -234,17 +236,17 @@ class CheckpointManager:
         return self._run.components.attach(name, component)
 
     def should_load(self) -> bool:
-        """Whether `restore()` would find a checkpoint, by the leader's word, or, with `resume="required"`, say that
-        there is none."""
+        """Return whether `restore()` would find a checkpoint, as the leader finds it, or, with `resume="required"`,
+        raise that there is none."""
         self._lifetime.require_open()
         return self._restores.should_load()
 
     def checkpoints(self) -> list[Checkpoint]:
-        """The run's committed checkpoints, the latest first."""
+        """Return the run's committed checkpoints, the latest first."""
         return list(self._run.catalog.scan().checkpoints)
 
     def peek(self, selector: str | int = "latest") -> Checkpoint | None:
-        """A checkpoint without loading it; None when `latest` finds nothing."""
+        """Return a checkpoint without loading it; None when `latest` finds nothing."""
         return self._restores.peek(selector)
 
     def report(self, step: int, metrics: Mapping[str, Any]) -> bool:
@@ -260,7 +262,7 @@ class CheckpointManager:
         return self._annotator.report(step, metrics)
 
     def tag(self, selector: str | int, tag: str) -> None:
-        """Give a checkpoint a name. It is never removed as long as it has one.
+        """Give a checkpoint a tag. It is never removed as long as it has one.
 
         A step means this manager's own line (what it restored and saved since) where that has the step, otherwise the
         newest checkpoint of that step. The same holds for `untag`.
@@ -269,16 +271,16 @@ class CheckpointManager:
         self._annotator.annotate(selector, tag=tag)
 
     def untag(self, selector: str | int, tag: str) -> None:
-        """Take a name back. One that the checkpoint does not have is an error."""
+        """Remove a tag. One that the checkpoint does not have is an error."""
         self._lifetime.require_open()
         self._annotator.annotate(selector, untag=tag)
 
     def retention(self) -> list[Decision]:
-        """What `keep` would keep and remove now, each with its reasons, the latest first. Does nothing."""
+        """Return what `keep` would keep and remove now, each with its reasons, the latest first. Changes nothing."""
         return self._run.housekeeper.plan()
 
     def prune(self) -> list[Decision]:
-        """Remove what `keep` does not keep, now, and not after the next save. Gives what was decided."""
+        """Remove what `keep` does not keep, now, and not after the next save. Return what was decided."""
         self._lifetime.require_open()
         self._run.saver.drain()
 
@@ -299,7 +301,7 @@ class CheckpointManager:
         return tuple(self._run.saver.events)
 
     def poll(self) -> None:
-        """Raise what failed, once; never waits. With several ranks one may hear of it some calls before another."""
+        """Raise what failed, once; never wait. With several ranks one may raise it some calls before another."""
         self._lifetime.require_open()
         self._run.saver.poll()
         self._annotator.settle_reports()
@@ -311,8 +313,8 @@ class CheckpointManager:
         self._annotator.settle_reports()
 
     def wait_for_staging(self) -> None:
-        """Call it before changing weights in any other way than by the `step` of an optimizer in the state, such as in
-        place: the device then waits for the copies of a save that still read them. Costs nothing when none do."""
+        """Make the device wait for the copies of a save that still read the weights. Call it before changing them in
+        any other way than by the `step` of an optimizer in the state, such as in place. Costs nothing when none do."""
         self._run.saver.wait_for_staging()
 
     def close(self) -> None:
