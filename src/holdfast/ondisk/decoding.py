@@ -123,6 +123,16 @@ def from_msgpack(data: bytes | memoryview | msgspec.Raw, kind: type[_Kind]) -> _
     return decoder.decode(data)
 
 
+def is_of_type(value: object, kind: object) -> bool:
+    """Return whether a value is of a type as msgspec knows it, such as `Annotated[int, Meta(gt=0)]`."""
+    try:
+        with _making:
+            msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
 def json_decoder(kind: type[_Kind]) -> msgspec.json.Decoder[_Kind]:
     """A decoder that any number of threads may use."""
     decoder = _json.get(kind)

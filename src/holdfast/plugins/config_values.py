@@ -9,10 +9,10 @@ import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-import msgspec
 from msgspec import Meta
 
 from holdfast.errors import UsageError
+from holdfast.ondisk.decoding import is_of_type
 
 __all__ = [
     "BOOLEAN",
@@ -94,15 +94,7 @@ def is_dotted_name(text: Any) -> bool:
 
 def of_type(words: str, wanted: Any) -> Wanted:
     """Return what takes the values of a type as msgspec knows it, such as `Annotated[int, Meta(gt=0)]`."""
-
-    def fits(value: Any) -> bool:
-        try:
-            msgspec.convert(value, wanted)
-        except msgspec.ValidationError:
-            return False
-        return True
-
-    return Wanted(words, fits)
+    return Wanted(words, lambda value: is_of_type(value, wanted))
 
 
 def one_of(choices: tuple[str, ...]) -> Wanted:

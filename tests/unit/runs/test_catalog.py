@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.errors import CheckpointNotFoundError, CorruptCheckpointError
+from holdfast.errors import CheckpointNotFoundError, CorruptCheckpointError, KeyMissingError
 from holdfast.ondisk import paths
 from holdfast.runs.catalog import Catalog
 from holdfast.testing import MemoryStorage

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import StorageError, UsageError
-from holdfast.runs.catalog import Catalog
+from holdfast.runs.links import point_latest
 from holdfast.storage.base import StorageFeatures, alignment_of, features_of
 from holdfast.storage.displacing import set_aside
 from holdfast.storage.local.local import LocalStorage
@@ -47,7 +47,7 @@ def test_what_is_not_declared_is_not_used(caplog: pytest.LogCaptureFixture) -> N
     with with_retries(storage).open("key") as source:
         assert alignment_of(source) == 1
     with caplog.at_level(logging.WARNING):
-        Catalog(storage).point_latest("step-000000001")
+        point_latest(storage, "step-000000001")
     assert caplog.text == ""
     with pytest.raises(StorageError, match="the storage cannot rename it"):
         set_aside(storage, "key")
