@@ -15,6 +15,7 @@ from holdfast.storage.base import Storage
 from holdfast.storage.registry import open_storage, path_of_file_url
 
 Location = str | os.PathLike[str] | Storage
+NEVER_COMMITTED = "was never committed"
 
 
 def resolve(location: Location, selector: str | int = "latest") -> Checkpoint:
@@ -111,10 +112,10 @@ def _newer_attempts(scan: Scan) -> list[Skipped]:
     """Return the attempts at steps after the newest checkpoint, which a user may look for."""
     newest = max((checkpoint.step for checkpoint in scan.checkpoints), default=-1)
     return [
-        Skipped(name, "was never committed")
+        Skipped(name, NEVER_COMMITTED)
         for name in scan.attempts
         if (parsed := paths.parse_folder(name)) and parsed.step > newest
     ]
 
 
-__all__ = ["Location", "candidates", "locate", "resolve"]
+__all__ = ["NEVER_COMMITTED", "Location", "candidates", "locate", "resolve"]

@@ -23,6 +23,7 @@ from holdfast.ondisk.codec import MAX_DEPTH, Json, encode, is_registered
 from holdfast.ondisk.manifest import STATE_DICT_NOTE
 from holdfast.ondisk.paths import as_integer, check_component_name
 from holdfast.ranks.base import Ranks
+from holdfast.runs.events import Observer
 from holdfast.runs.link_names import LinkTemplate
 from holdfast.runs.retention import KeepPolicy
 from holdfast.saving.plan import Replicas
@@ -38,7 +39,6 @@ __all__ = [
     "Introduction",
     "agree_on",
     "agree_on_run",
-    "check_callable",
     "check_epoch",
     "check_limit",
     "check_metrics",
@@ -49,6 +49,7 @@ __all__ = [
     "checked_assets",
     "checked_components",
     "checked_links",
+    "checked_observers",
     "encoded",
     "encoded_config",
     "encoded_metrics",
@@ -118,9 +119,16 @@ def check_limit(limit: object) -> None:
         raise UsageError(f"staging_limit_bytes={limit!r}", advice="give a number of bytes, or None for no limit")
 
 
-def check_callable(name: str, value: object) -> None:
-    if value is not None and not callable(value):
-        raise UsageError(f"{name}={value!r:.100}", advice="give a function that takes an event")
+def checked_observers(on_event: object, observers: object) -> list[Observer]:
+    """Return the functions that get events: `on_event`, where it is given, and then the others."""
+    if not isinstance(observers, list | tuple):
+        raise UsageError(f"observers={observers!r:.100}", advice="give a list of functions that take an event")
+    named = [("on_event", on_event)] if on_event is not None else []
+    named += [(f"observers[{index}]", observer) for index, observer in enumerate(observers)]
+    for name, observer in named:
+        if not callable(observer):
+            raise UsageError(f"{name}={observer!r:.100}", advice="give a function that takes an event")
+    return [observer for _, observer in named]  # type: ignore[misc]
 
 
 def encoded(name: str, values: Mapping[str, Any] | None) -> dict[str, Json]:

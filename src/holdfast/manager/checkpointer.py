@@ -6,7 +6,7 @@ own on top included; `dcp.load` with a `HoldfastReader` reads it back under the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self, get_args
 
@@ -17,9 +17,9 @@ from holdfast.loading.resolve import Location
 from holdfast.manager.arguments import (
     Introduction,
     agree_on_run,
-    check_callable,
     check_limit,
     check_timeout,
+    checked_observers,
     encoded,
     encoded_metrics,
     one_of,
@@ -31,7 +31,7 @@ from holdfast.ondisk.manifest import STATE_DICT_NOTE, UserMetadata
 from holdfast.ondisk.paths import check_component_name, check_step
 from holdfast.ranks.store import torch_ranks
 from holdfast.runs.catalog import Catalog
-from holdfast.runs.events import Event
+from holdfast.runs.events import EventLog, Observer
 from holdfast.runs.selector import check_tag
 from holdfast.saving.pipeline import Saver
 from holdfast.saving.plan import Replicas
@@ -68,7 +68,7 @@ class AsyncCheckpointer:
         storage: Storage | None = None,
         timeout: float = 600.0,
         staging_limit_bytes: int | None = None,
-        on_event: Callable[[Event], None] | None = None,
+        on_event: Observer | None = None,
         replicas: Replicas = "compare",
     ) -> None:
         check_timeout(timeout)
@@ -80,7 +80,7 @@ class AsyncCheckpointer:
             one_of("mode", mode, get_args(ChosenMode))
             one_of("replicas", replicas, get_args(Replicas))
             check_limit(staging_limit_bytes)
-            check_callable("on_event", on_event)
+            self._events = EventLog(checked_observers(on_event, ()))
             self._catalog = Catalog(storage_for(run, storage))
             return self._catalog.storage.url, mode, ["state"], replicas
 
@@ -91,7 +91,7 @@ class AsyncCheckpointer:
             mode=mode,
             staging_limit_bytes=staging_limit_bytes,
             timeout_seconds=timeout,
-            on_event=on_event,
+            events=self._events,
             replicas=replicas,
         )
 

@@ -4,7 +4,7 @@ restored runs leave. Each call checks that the manager is open, and hands over t
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
@@ -15,12 +15,12 @@ from holdfast.manager.annotating import Annotator
 from holdfast.manager.arguments import (
     Introduction,
     agree_on_run,
-    check_callable,
     check_epoch,
     check_limit,
     check_metrics,
     check_options,
     check_timeout,
+    checked_observers,
 )
 from holdfast.manager.components import Components
 from holdfast.manager.lifetime import Lifetime
@@ -35,7 +35,7 @@ from holdfast.ranks.base import on_leader
 from holdfast.ranks.store import torch_ranks
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint
-from holdfast.runs.events import Event
+from holdfast.runs.events import Event, EventLog, Observer
 from holdfast.runs.link_names import LinkTemplate
 from holdfast.runs.retention import Decision, KeepPolicy
 from holdfast.saving.pipeline import Saver
@@ -74,8 +74,9 @@ class CheckpointManager:
         before `save` returns.
     links: whether there are links `latest` and `best` in the run for people, and, given a template such as
         "{name}--{val_loss:.3f}-{step}", one more for each checkpoint.
-    on_event: a function that gets an `Event` when a save or a restore started, was staged, written, committed, failed,
-        was restored, or pruned. It is called in the thread where that happens, and what it raises is logged.
+    on_event: a function that gets an `Event` for what happens to a save, a restore or the run: a save was committed,
+        a checkpoint was restored, and so on. It is called in the thread where that happens, and what it raises is
+        logged. observers: more such functions.
     replicas: "compare" makes it an error when ranks hold different content of a leaf of which one rank's is stored.
         "trust" stores one rank's without a comparison.
 
@@ -102,7 +103,8 @@ class CheckpointManager:
         timeout: float = _DEFAULT_TIMEOUT_SECONDS,
         staging_limit_bytes: int | None = None,
         links: bool | str | LinkTemplate = True,
-        on_event: Callable[[Event], None] | None = None,
+        on_event: Observer | None = None,
+        observers: Sequence[Observer] = (),
         replicas: Replicas = "compare",
     ) -> None:
         check_timeout(timeout)
@@ -111,7 +113,7 @@ class CheckpointManager:
         def introduce() -> Introduction:
             check_options(mode=mode, resume=resume, verify=verify, replicas=replicas, save=save, keep=keep)
             check_limit(staging_limit_bytes)
-            check_callable("on_event", on_event)
+            self._events = EventLog(checked_observers(on_event, observers))
             self._stored = Stored.checked(config, assets if ranks.rank == 0 else (), links, keep)
             self._catalog = Catalog(storage_for(run, storage), ranking=self._stored.ranking)
             self._components = Components.checked(state, rng, self._catalog, ranks, pipeline_stage, verify)
@@ -130,7 +132,7 @@ class CheckpointManager:
                 mode=mode,
                 staging_limit_bytes=staging_limit_bytes,
                 timeout_seconds=timeout,
-                on_event=on_event,
+                events=self._events,
                 replicas=replicas,
             )
             parts = self._saver, self._catalog, ranks, self._components, self._pace
@@ -298,7 +300,7 @@ class CheckpointManager:
     @property
     def events(self) -> tuple[Event, ...]:
         """What happened on this rank, the latest last: the most recent 256 events."""
-        return tuple(self._run.saver.events)
+        return tuple(self._run.saver.events.recent)
 
     def poll(self) -> None:
         """Raise what failed, once; never wait. With several ranks one may raise it some calls before another."""

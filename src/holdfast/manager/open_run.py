@@ -56,7 +56,7 @@ class OpenRun:
             may_write=lambda: weak_saver.hold_run(),
             in_use=lambda: {weak_saver.lineage.head, *needed},
             own_line=True,
-            emit=lambda event: weak_saver.tell(event),
+            emit=saver.events.emit,
         )
         reports = Reports(catalog, housekeeper, own=lambda: weak_saver.lineage.own)
         saver.on_commit = partial(_after_commit, reports, housekeeper)

@@ -17,14 +17,15 @@ from typing import Any, Literal
 from holdfast.errors import CheckpointNotFoundError
 from holdfast.loading.pipeline import load
 from holdfast.loading.records import Loaded, LoadRequest, NothingToLoad
-from holdfast.loading.resolve import locate
+from holdfast.loading.resolve import NEVER_COMMITTED, locate
 from holdfast.loading.strategy import LoadStrategy, Verify
 from holdfast.manager.arguments import RNG, on_every_rank, wanted_guards
 from holdfast.manager.open_run import OpenRun
 from holdfast.manager.results import RestoreResult
+from holdfast.ondisk.paths import parse_folder
 from holdfast.ranks.base import on_leader
 from holdfast.runs.catalog import Catalog
-from holdfast.runs.checkpoint import Checkpoint
+from holdfast.runs.checkpoint import Checkpoint, Skipped
 from holdfast.runs.events import Event
 from holdfast.runs.lineage import Lineage
 from holdfast.runs.orphans import wait_for_orphans
@@ -85,7 +86,7 @@ class Restores:
         if catalog is self._run.catalog:
             self._set_aside(loaded.damaged)
         phases = MappingProxyType({"wait": waited, **loaded.phases})
-        self._emit_restored(loaded.checkpoint, time.monotonic() - started, phases)
+        self._emit_events(loaded, time.monotonic() - started, phases)
         return self._resumed(loaded, chosen_strategy, own_run=catalog is self._run.catalog)
 
     def should_load(self) -> bool:
@@ -110,7 +111,7 @@ class Restores:
     def _wait_for_writers(self) -> None:
         self._run.saver.finish_other_saves()
         # Half of the time that the other ranks wait for the leader.
-        wait_for_orphans(self._run.catalog, self._timeout_seconds / 2)
+        wait_for_orphans(self._run.catalog, self._timeout_seconds / 2, self._run.saver.events.emit)
 
     def _left_by_a_fresh_start(self) -> tuple[str, ...]:
         """Return all that the run holds and a start that never resumes leaves alone, each with the reason."""
@@ -118,7 +119,7 @@ class Restores:
         left = {found.folder: "left as it is: resume='never' starts fresh" for found in scan.checkpoints}
         left |= {skipped.folder: skipped.reason for skipped in scan.damaged}
         left |= {folder: str(error) for folder, error in scan.unreadable}
-        left |= dict.fromkeys(scan.attempts, "was never committed")
+        left |= dict.fromkeys(scan.attempts, NEVER_COMMITTED)
         return tuple(f"{folder}: {left[folder]}" for folder in sorted(left))
 
     def _locate(self, selector: Selecting) -> tuple[Catalog, Selector, bool]:
@@ -158,18 +159,14 @@ class Restores:
         if damaged and self._run.saver.lease:
             self._run.housekeeper.clear_debris_in_background()
 
-    def _emit_restored(self, checkpoint: Checkpoint, seconds: float, phases: Mapping[str, float]) -> None:
-        self._run.saver.tell(
-            Event(
-                "restored",
-                checkpoint.step,
-                self._run.ranks.rank,
-                seconds,
-                size_bytes=checkpoint.size_bytes,
-                phases=phases,
-                path=checkpoint.path,
-            )
-        )
+    def _emit_events(self, loaded: Loaded, seconds: float, phases: Mapping[str, float]) -> None:
+        checkpoint, rank = loaded.checkpoint, self._run.ranks.rank
+        damaged = [str(one) for one in loaded.passed_over if _is_newer(one, checkpoint)]
+        common: dict[str, Any] = {"size_bytes": checkpoint.size_bytes, "phases": phases, "path": checkpoint.path}
+        emit = self._run.saver.events.emit
+        if damaged:
+            emit(Event("fell_back", checkpoint.step, rank, seconds, **common, error="; ".join(damaged)))
+        emit(Event("restored", checkpoint.step, rank, seconds, **common))
 
     def _resumed(self, loaded: Loaded, strategy: LoadStrategy, *, own_run: bool) -> RestoreResult:
         checkpoint = loaded.checkpoint
@@ -210,6 +207,12 @@ class Restores:
         self._run.saver.lineage.start(own)
         self._run.reports.drop_failed()
         self._run.pace.note_fresh_start()
+
+
+def _is_newer(skipped: Skipped, checkpoint: Checkpoint) -> bool:
+    """Return whether a restore fell back from this folder. An attempt that was never committed was no checkpoint."""
+    skipped_name, name = parse_folder(skipped.folder), parse_folder(checkpoint.folder)
+    return skipped.reason != NEVER_COMMITTED and skipped_name is not None and name is not None and skipped_name > name
 
 
 def _is_path(selector: Selecting) -> bool:

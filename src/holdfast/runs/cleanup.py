@@ -87,7 +87,11 @@ class Housekeeper:
         # One that waits for its turn will see all changes until then.
         if not self._waiting.is_set():
             self._waiting.set()
-            self._worker.submit(lambda: _log_failure(self._take_turn, _CLEANUP_FAILED))
+            self._worker.submit(lambda: _log_failure(self._take_turn, _CLEANUP_FAILED, self._report_failure))
+
+    def _report_failure(self, error: BaseException) -> None:
+        text = str(error) if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"
+        self._emit(Event("retention_failed", None, 0, error=text))
 
     def _take_turn(self) -> None:
         self._waiting.clear()
@@ -95,7 +99,7 @@ class Housekeeper:
 
     def clear_debris_in_background(self) -> None:
         """Run `clear_debris` in the worker thread. A failure is logged; the next cleanup does it again."""
-        self._worker.submit(lambda: _log_failure(self.clear_debris, _CLEANUP_FAILED))
+        self._worker.submit(lambda: _log_failure(self.clear_debris, _CLEANUP_FAILED, self._report_failure))
 
     def run_in_background(self, work: Callable[[], object]) -> None:
         """Run a function of the caller in the worker thread, in its turn. A failure is logged."""
@@ -284,16 +288,20 @@ class Housekeeper:
                 self._catalog.remove(folder)
 
 
-def _log_failure(work: Callable[[], object], message: str) -> None:
-    """Run a function of the worker thread; log what it raises, because no caller would see it."""
+def _log_failure(
+    work: Callable[[], object], message: str, report: Callable[[BaseException], None] = lambda error: None
+) -> None:
+    """Run a function of the worker thread; log and report what it raises, because no caller would see it."""
     try:
         work()
     except ReferenceError:
         return  # the manager is gone
     except HoldfastError as error:
         logger.warning("%s: %s", message, error)
-    except BaseException:
+        report(error)
+    except BaseException as error:
         logger.exception("%s", message)
+        report(error)
 
 
 def records_of(

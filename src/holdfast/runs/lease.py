@@ -84,12 +84,14 @@ class Lease:
     """The right to write to a run. Held until it is released or taken over.
 
     `floor`: what an earlier holder may still be deleting has a name below it; only names above it are free.
+    `taken_from`: the claim of the earlier holder, where that had not released it.
     """
 
     def __init__(self, storage: Storage, number: int, token: str, floor: paths.Floor, heartbeat: Heartbeat) -> None:
         self.number = number
         self.token = token
         self.floor = floor
+        self.taken_from: Claim | None = None
         self._storage = storage
         self._heartbeat = heartbeat
         self._owner = os.getpid()
@@ -116,11 +118,12 @@ class Lease:
         that process cannot commit any more."""
         claim = Claim.of(identity or this_process(), timeout_seconds)
         tried = 0
+        previous: Claim | None = None
         while True:
             entries = entries_of(storage, paths.LEASE)
             highest = highest_number(entries)
             if highest and highest != lost and not force:
-                _require_free(storage, highest, entries, claim, clock or Clock(), from_this_process)
+                previous = _require_free(storage, highest, entries, claim, clock or Clock(), from_this_process)
             number = _next_number(storage, max(highest, tried))
             try:
                 _with_room(storage, highest, partial(_put_claim, storage, number, claim))
@@ -130,6 +133,7 @@ class Lease:
                 continue
             lease = cls._established(storage, number, claim, highest, entries, close_attempts)
             if lease is not None:
+                lease.taken_from = previous
                 return lease
 
     @classmethod
@@ -356,21 +360,21 @@ def require_free(storage: Storage) -> None:
 
 def _require_free(
     storage: Storage, number: int, entries: Sequence[Entry], mine: Claim, clock: Clock, from_this_process: bool
-) -> None:
-    """Return when the holder of a number does not hold the run any more; raise when it does, or when another process
-    took the run over meanwhile."""
+) -> Claim | None:
+    """Return when the holder of a number does not hold the run any more: its claim, or None if it released that. Raise
+    when it does, or when another process took the run over meanwhile."""
     names = {entry.name for entry in entries}
     if f"{name_of(number)}{RELEASED}" in names:
-        return
+        return None
     claim = claim_or_unknown(storage, number)
     if claim is None:
-        return
+        return None
     if claim.holder == mine.holder and from_this_process:
         logger.warning(
             "this process opened the run %s before, and did not close it: that manager cannot save any more",
             storage.url,
         )
-        return
+        return claim
     alive = claim.holder == mine.holder or is_alive(claim.holder)
     if alive is None:
         alive = _beats(storage, number, claim, clock)
@@ -380,6 +384,7 @@ def _require_free(
     faster = claim_or_unknown(storage, highest) if highest != number else None
     if faster is not None and not (faster.holder == mine.holder and from_this_process):
         raise _in_use(storage, highest, faster)
+    return claim
 
 
 def _beats(storage: Storage, number: int, claim: Claim, clock: Clock) -> bool:

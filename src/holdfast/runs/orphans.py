@@ -5,13 +5,15 @@ The attempts of a run enter; nothing leaves. Only processes of this machine can 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
 
-from holdfast.errors import StorageError
+from holdfast.errors import HoldfastError, StorageError
 from holdfast.runs.attempts import AttemptRecord
 from holdfast.runs.catalog import Catalog
+from holdfast.runs.events import Event, Observer
 from holdfast.runs.process_identity import is_alive, parent_of
 
 logger = logging.getLogger("holdfast")
@@ -21,15 +23,21 @@ __all__ = ["wait_for_orphans"]
 _PAUSE_SECONDS = 0.05
 
 
-def wait_for_orphans(catalog: Catalog, timeout_seconds: float) -> None:
-    """Return when no orphaned writer works on this run any more, or after the timeout."""
+def wait_for_orphans(catalog: Catalog, timeout_seconds: float, emit: Observer = lambda event: None) -> None:
+    """Return when no orphaned writer works on this run any more, or after the timeout. Emit an event for each
+    checkpoint that one of them commits meanwhile."""
     deadline = time.monotonic() + timeout_seconds
-    warned = False
+    waited: list[str] = []
     while (folder := _written_by_orphan(catalog)) is not None and time.monotonic() < deadline:
-        if not warned:
-            warned = True
+        if folder not in waited:
+            waited.append(folder)
             logger.warning("waiting for %s, which the writer of a training that has ended is still saving", folder)
         time.sleep(_PAUSE_SECONDS)
+    for folder in waited:
+        # One that did not commit, or that cannot be read now, is no reason to stop a restore.
+        with contextlib.suppress(HoldfastError):
+            found = catalog.read(folder)
+            emit(Event("orphan_committed", found.step, 0, size_bytes=found.size_bytes, path=found.path))
 
 
 def _written_by_orphan(catalog: Catalog) -> str | None:

@@ -16,6 +16,7 @@ import torch
 from holdfast.ondisk import paths
 from holdfast.ranks.base import Ranks
 from holdfast.runs.catalog import Catalog
+from holdfast.runs.events import Event, Observer
 from holdfast.runs.worker import WorkerThread
 from holdfast.saving.agreement import AgreedSave, Agreement
 from holdfast.saving.background import BackgroundSave, WriterHandoff
@@ -62,6 +63,7 @@ class AsyncSaver:
         *,
         mode: ChosenMode,
         timeout_seconds: float,
+        emit: Observer = lambda event: None,
     ) -> None:
         self.worker = WorkerThread()
         self.stager = Stager()
@@ -74,6 +76,7 @@ class AsyncSaver:
         self._completion = completion
         self._current = current
         self._mode: ChosenMode = mode
+        self._emit = emit
         self._timeout_seconds = timeout_seconds
         self._background_ranks: Ranks | None = None
         self._jobs = 0
@@ -154,9 +157,12 @@ class AsyncSaver:
             pending.mark_staged()
 
     def _discard_dead_writer(self) -> None:
-        last = self._current.latest
+        last, writer = self._current.latest, self.supervisor.writer
         if self.supervisor.discard_dead_writer(last.step if last is not None and last.error is None else None):
             self.stager.close()
+        if writer is not None and self.supervisor.writer is None:
+            step = last.step if last is not None else None
+            self._emit(Event("writer_restarted", step, self._ranks.rank, error=writer.describe_exit()))
 
     def _next_job(self, agreed: AgreedSave, layout_number: int, plain: tuple[PlainImage, ...], *, eager: bool) -> Job:
         self._jobs += 1

@@ -21,6 +21,7 @@ from holdfast._version import __version__
 from holdfast.errors import (
     CorruptCheckpointError,
     KeyMissingError,
+    RunInUseError,
     StorageError,
     UnsupportedFormatError,
     UsageError,
@@ -29,6 +30,7 @@ from holdfast.ondisk import paths
 from holdfast.ondisk.manifest import MeshRecord, TensorRecord, TreeRecord
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint
+from holdfast.runs.events import Event, Observer
 from holdfast.runs.lease import Lease
 from holdfast.runs.orphans import wait_for_orphans
 from holdfast.runs.run_record import open_run
@@ -64,8 +66,10 @@ class Coordinator:
         timeout_seconds: float,
         replicas: Replicas = "compare",
         before_claim: Callable[[], None] = lambda: None,
+        emit: Observer = lambda event: None,
     ) -> None:
         self._timeout_seconds = timeout_seconds
+        self._emit = emit
         self._before_claim = before_claim
         self._replicas: Replicas = replicas
         self._monitor = ReplicaMonitor()
@@ -85,6 +89,7 @@ class Coordinator:
         self._attempts: dict[int, int] | None = None
         self._lease: Lease | None = None
         self._warned_of_arguments = False
+        self._reported_loss = False
         self.listing = Listing((), ())
 
     @property
@@ -212,25 +217,45 @@ class Coordinator:
 
     def hold_run(self) -> None:
         """Become the run's only writer, or make sure that this process still is."""
-        # One thread at a time: the second of two would take the run over from the first.
-        with self._holding:
-            lost = 0
-            if self._lease is not None:
-                if not self._lease.is_lost():
-                    return
-                self._lease.abandon()
-                lost = self._lease.number
-                logger.warning(
-                    "the claim of this process on the run %s was deleted or damaged, and is made again",
-                    self._catalog.storage.url,
-                )
-            # What another manager of this process, or a writer without its training, is about to commit comes first.
-            self._before_claim()
-            wait_for_orphans(self._catalog, self._timeout_seconds / 2)
-            self._lease = Lease.acquire(
-                self._catalog.storage, lost=lost, close_attempts=self._catalog.attempts.close_older
+        happened: list[Event] = []
+        try:
+            # One thread at a time: the second of two would take the run over from the first.
+            with self._holding:
+                self._hold(happened)
+        finally:
+            # Without the lock: an observer may use the manager.
+            for event in happened:
+                self._emit(event)
+
+    def _hold(self, happened: list[Event]) -> None:
+        lost = 0
+        if self._lease is not None:
+            if not self._is_lost(self._lease, happened):
+                return
+            self._lease.abandon()
+            lost = self._lease.number
+            happened.append(Event("lease_lost", None, 0, error="the claim was deleted or damaged, and is made again"))
+            logger.warning(
+                "the claim of this process on the run %s was deleted or damaged, and is made again",
+                self._catalog.storage.url,
             )
-            self.forget()
+        # What another manager of this process, or a writer without its training, is about to commit comes first.
+        self._before_claim()
+        wait_for_orphans(self._catalog, self._timeout_seconds / 2, happened.append)
+        close = self._catalog.attempts.close_older
+        self._lease = Lease.acquire(self._catalog.storage, lost=lost, close_attempts=close)
+        if self._lease.taken_from is not None:
+            happened.append(Event("lease_taken_over", None, 0, error=f"held before by {self._lease.taken_from.who}"))
+        self.forget()
+
+    def _is_lost(self, lease: Lease, happened: list[Event]) -> bool:
+        try:
+            return lease.is_lost()
+        except RunInUseError as error:
+            if not self._reported_loss:
+                self._reported_loss = True
+                happened.append(Event("lease_lost", None, 0, error=str(error)))
+            raise
 
     def release_run(self) -> None:
         """Let another process write to the run."""

@@ -19,14 +19,13 @@ from dataclasses import replace
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.ranks.base import Ranks
 from holdfast.runs.catalog import Catalog
-from holdfast.runs.events import Event
+from holdfast.runs.events import EventLog
 from holdfast.saving.agreement import AgreedSave, Agreement, Prepared
 from holdfast.saving.async_saver import AsyncSaver
 from holdfast.saving.capture import Capturer
 from holdfast.saving.completion import Completion
 from holdfast.saving.coordinator import Coordinator
 from holdfast.saving.current import CurrentSave
-from holdfast.saving.event_log import EventLog
 from holdfast.saving.outcome import Saved, as_save_error
 from holdfast.saving.pending import PendingSave
 from holdfast.saving.plan import Replicas
@@ -55,7 +54,7 @@ class Saver:
     mode: "auto" takes the best asynchronous mode that the devices and their memory allow.
     staging_limit_bytes: the memory that staging may take on a rank; a save that needs more is written in pieces, from
         the tensors' own memory, before the call returns.
-    on_event: is called with every `Event`, from whatever thread it happens in; what it raises is logged.
+    events: gets every `Event`, from whatever thread it happens in.
     replicas: "compare" makes it an error when ranks hold different content under one name, "trust" compares nothing.
 
     `lineage` is where this training stands in the run. `on_commit` can be set: it is called on the leader after each
@@ -70,15 +69,14 @@ class Saver:
         mode: ChosenMode = "auto",
         staging_limit_bytes: int | None = None,
         timeout_seconds: float = 600.0,
-        on_event: Callable[[Event], None] | None = None,
+        events: EventLog | None = None,
         replicas: Replicas = "compare",
     ) -> None:
         self.lineage = TrainingLineage()
         self._is_sync = mode == "sync"
         self._url = catalog.storage.url
         self._ranks = ranks
-        self._log = EventLog(on_event)
-        self.events = self._log.recent
+        self.events = events if events is not None else EventLog()
         self._current = CurrentSave(catalog.storage, ranks.rank)
         self._capturer = Capturer()
         self._coordinator = Coordinator(
@@ -89,6 +87,7 @@ class Saver:
             timeout_seconds=timeout_seconds,
             replicas=replicas,
             before_claim=self._current.finish_others,
+            emit=self.events.emit,
         )
         self._agreement = Agreement(ranks, self._coordinator, catalog.storage)
         self._completion = Completion(catalog, ranks.rank, self.lineage, self._coordinator)
@@ -102,6 +101,7 @@ class Saver:
             self._current,
             mode=mode,
             timeout_seconds=timeout_seconds,
+            emit=self.events.emit,
         )
         # A saver that is dropped without being closed: its writer sees the end of the channel, its thread ends here.
         weakref.finalize(self, self._async.worker.stop)
@@ -113,7 +113,7 @@ class Saver:
 
         `request` is called here, and what it raises is raised on all ranks.
         """
-        pending = PendingSave(step, self._ranks.rank, self._log.emit)
+        pending = PendingSave(step, self._ranks.rank, self.events.emit)
         pending.phases["wait"] = self._current.wait_for_previous(step)
         with collector_paused(), self._failing(pending):
             prepared = self._capture(request, pending)
@@ -220,10 +220,6 @@ class Saver:
     def wait_for_staging(self) -> None:
         """Make the devices wait for copies that still read, before the training changes what they read."""
         self._async.stager.wait_for_staging()
-
-    def tell(self, event: Event) -> None:
-        """Add an event, and call `on_event` with it."""
-        self._log.emit(event)
 
     # The run
 
