@@ -12,13 +12,14 @@ from typing import Annotated, Any
 
 import msgspec
 
-from holdfast.errors import DamagedRecordError, KeyExistsError, KeyMissingError, UsageError
+from holdfast.errors import DamagedRecordError, KeyDamagedError, KeyExistsError, KeyMissingError, UsageError
 from holdfast.ondisk import paths
 from holdfast.ondisk.decoding import encode_record, read_record
 from holdfast.ondisk.manifest import encode_abandoned
 from holdfast.runs.clock import timestamp
 from holdfast.runs.process_identity import Identity, this_process
-from holdfast.storage.base import Storage
+from holdfast.storage.base import Storage, features_of
+from holdfast.storage.displacing import obstruction_of
 
 __all__ = [
     "MAX_LEASE_NUMBER",
@@ -26,6 +27,7 @@ __all__ = [
     "AttemptRecord",
     "Attempts",
     "encode_attempt",
+    "linked_folders",
     "read_attempt",
 ]
 
@@ -80,6 +82,14 @@ class Attempts:
                 return folder, self.claim_folder(folder, world_size, lease=lease)
             except KeyExistsError:
                 attempt += 1
+            except KeyDamagedError:
+                if not self.is_obstructed(folder):
+                    raise
+                attempt += 1
+
+    def is_obstructed(self, folder: str) -> bool:
+        """Return whether a file, a link or a special file has the name of a folder, so that no attempt can have it."""
+        return obstruction_of(self._storage, folder) is not None
 
     def claim_folder(self, folder: str, world_size: int, **more: Any) -> str:
         """Create this folder for an attempt and return its claim; a KeyExistsError when it is taken."""
@@ -111,8 +121,9 @@ class Attempts:
     def highest_by_step(self) -> dict[int, int]:
         """Return the highest number of an attempt at each step so far."""
         found: dict[int, int] = {}
-        for entry in self._storage.entries(""):
-            parsed = paths.parse_folder(entry.name)
+        names = [entry.name for entry in self._storage.entries("")]
+        for name in (*names, *linked_folders(self._storage)):
+            parsed = paths.parse_folder(name)
             if parsed is not None and parsed.attempt <= paths.MAX_COUNTED_ATTEMPT:
                 found[parsed.step] = max(parsed.attempt, found.get(parsed.step, 0))
         return found
@@ -169,6 +180,14 @@ class Attempts:
                 self._clear(paths.key(folder, entry.name), set())
             elif entry.name not in keep:
                 self._storage.delete(paths.key(folder, entry.name))
+
+
+def linked_folders(storage: Storage) -> dict[str, str]:
+    """Return the symbolic links that have the name of a checkpoint's folder, and where each leads. None of them is
+    followed, but a checkpoint that a person moved to another disk must not be left out without a word."""
+    links = features_of(storage).links
+    found = links.targets() if links is not None else {}
+    return {name: target for name, target in found.items() if paths.parse_folder(name) is not None}
 
 
 def encode_attempt(record: AttemptRecord) -> bytes:

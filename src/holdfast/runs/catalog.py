@@ -38,7 +38,7 @@ from holdfast.ondisk.manifest import (
     require_readable,
 )
 from holdfast.runs.annotations import Annotations
-from holdfast.runs.attempts import Attempts
+from holdfast.runs.attempts import Attempts, linked_folders
 from holdfast.runs.checkpoint import Checkpoint, Scan, Skipped
 from holdfast.runs.clock import timestamp
 from holdfast.runs.selection import choose, not_found, require_selectable
@@ -83,21 +83,22 @@ class Catalog:
         """Return the content of the run, with the folders that cannot be read now."""
         checkpoints, attempts, damaged, closed, unreadable = [], [], [], [], []
         notes = self.annotations.names_by_folder()
-        for entry in self.storage.entries(""):
-            if not entry.is_folder or paths.parse_folder(entry.name) is None:
+        folders = [entry.name for entry in self.storage.entries("") if entry.is_folder]
+        for name in sorted({*folders, *linked_folders(self.storage)}):
+            if paths.parse_folder(name) is None:
                 continue
             try:
-                checkpoints.append(self._with_notes(self.read(entry.name), notes))
+                checkpoints.append(self._with_notes(self.read(name), notes))
             except AttemptClosedError:
-                closed.append(entry.name)
-                attempts.append(entry.name)
+                closed.append(name)
+                attempts.append(name)
             except KeyMissingError:
-                attempts.append(entry.name)
+                attempts.append(name)
             except StorageError as error:
-                unreadable.append((entry.name, error))
+                unreadable.append((name, error))
             except HoldfastError as error:
                 # One damaged folder must not hide the others, whatever is wrong with it.
-                damaged.append(Skipped(entry.name, str(error), isinstance(error, UnsupportedFormatError)))
+                damaged.append(Skipped(name, str(error), isinstance(error, UnsupportedFormatError)))
         present = {checkpoint.digest for checkpoint in checkpoints}
         missed = {folder for folder, _ in unreadable}
         self._known = {
@@ -113,6 +114,9 @@ class Catalog:
         try:
             data = read_document(self.storage, paths.key(folder, paths.MANIFEST), MAX_MANIFEST_BYTES)
         except KeyDamagedError as error:
+            if (target := linked_folders(self.storage).get(folder)) is not None:
+                place = target if target.startswith("/") else f"{self.storage.url}/{target}"
+                raise _link_error(folder, place) from None
             where = paths.key(folder, paths.MANIFEST)
             raise CorruptCheckpointError(error.problem, file=where, advice=error.advice) from None
         if is_abandoned(data):
@@ -211,8 +215,11 @@ class Catalog:
 
     def is_gone(self, folder: str, scan: Scan) -> bool:
         """Return whether a folder holds no checkpoint and never will: it is not there, or was closed. Any other may be
-        an attempt in progress, or a checkpoint that cannot be read now."""
-        return folder in scan.closed or not self.storage.entries(folder)
+        an attempt in progress, or a checkpoint that cannot be read now; a link may lead to one that was moved."""
+        try:
+            return folder in scan.closed or not self.storage.entries(folder)
+        except KeyDamagedError:
+            return False
 
     def add(self, manifest: Manifest, *, same_tensors: bool = False) -> Checkpoint:
         """Commit a checkpoint: after this it exists. Every other byte of it must be durable before.
@@ -269,6 +276,16 @@ class Catalog:
 
     def _names(self) -> list[str]:
         return [entry.name for entry in self.storage.entries("")]
+
+
+def _link_error(folder: str, place: str) -> CorruptCheckpointError:
+    """Return why a link in the place of a folder is not used. What it leads to can be named only under its own name."""
+    advice = "move the folder back into the run"
+    if place.rpartition("/")[2] == folder:
+        advice += f", or name its place: {place}"
+    return CorruptCheckpointError(
+        f"the folder is a symbolic link to {place}, which is not followed", file=folder, advice=advice
+    )
 
 
 class _UnreadHead:

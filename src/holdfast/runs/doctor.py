@@ -14,7 +14,7 @@ from typing import Literal
 from holdfast.errors import DamagedRecordError, KeyMissingError, StorageError, UnsupportedFormatError
 from holdfast.ondisk import paths
 from holdfast.runs.annotations import parse_note_name
-from holdfast.runs.attempts import MAX_PLAUSIBLE_LEASE_NUMBER, AttemptRecord
+from holdfast.runs.attempts import MAX_PLAUSIBLE_LEASE_NUMBER, AttemptRecord, linked_folders
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint, Scan
 from holdfast.runs.claims import claim_names, foreign_claims, read_claim
@@ -55,7 +55,7 @@ def examine(catalog: Catalog) -> list[Finding]:
     """Return everything that is damaged, unfinished or left over in a run. Changes nothing."""
     scan = catalog.scan()
     return [
-        *_checkpoints(scan),
+        *_checkpoints(catalog, scan),
         *_run(catalog, scan),
         *_lease(catalog),
         *_attempts(catalog, scan),
@@ -91,10 +91,13 @@ def mend(catalog: Catalog) -> list[Finding]:
 # What is found
 
 
-def _checkpoints(scan: Scan) -> Iterator[Finding]:
+def _checkpoints(catalog: Catalog, scan: Scan) -> Iterator[Finding]:
+    linked = linked_folders(catalog.storage) if scan.damaged else {}
     for skipped in scan.damaged:
         path = paths.key(skipped.folder, paths.MANIFEST)
         remedy = "restore the file from a copy, or delete the folder"
+        if skipped.folder in linked:
+            path, remedy = skipped.folder, "move the folder back into the run, or remove the link"
         if skipped.newer:
             remedy = "use a newer version of Holdfast"
         yield Finding("checkpoint", path, skipped.reason, remedy, damage=not skipped.newer)
@@ -212,6 +215,8 @@ def _readers(catalog: Catalog) -> Iterator[Finding]:
 def _links(catalog: Catalog, scan: Scan) -> Iterator[Finding]:
     links = features_of(catalog.storage).links
     for name, target in links.targets().items() if links is not None else ():
+        if paths.parse_folder(name) is not None:
+            continue  # it is found with the checkpoints
         if paths.parse_folder(target) is not None and catalog.is_gone(target, scan):
             yield Finding("link", name, f"points to {target}, which is gone", "is removed", mendable=True)
 

@@ -60,6 +60,8 @@ class Links:
             return
         try:
             for name, target in links.targets().items():
+                if paths.parse_folder(name) is not None:
+                    continue  # a person put it in the place of a checkpoint
                 if paths.parse_folder(target) is None:
                     continue
                 if target in removed or self._catalog.is_gone(target, scan):
@@ -90,7 +92,7 @@ class Links:
 
     def _is_own(self, name: str, target: str) -> bool:
         """Return whether a link is one that this class makes: of those that lead to a checkpoint only they may go."""
-        if paths.parse_folder(target) is None:
+        if paths.parse_folder(target) is None or paths.parse_folder(name) is not None:
             return False
         if name == paths.BEST_LINK or name.startswith(f"{paths.BEST_LINK}-"):
             return True

@@ -308,6 +308,9 @@ class Coordinator:
             open_run(self._catalog)
             self._attempts = self._catalog.attempts.highest_by_step()
         self._attempts[step] = max(self._attempts.get(step, 0) + 1, self._first_attempt(step))
+        # A person may have put a file or a link there since the names were listed.
+        while self._catalog.attempts.is_obstructed(paths.folder_name(step, self._attempts[step])):
+            self._attempts[step] += 1
         return paths.folder_name(step, self._attempts[step])
 
     def _first_attempt(self, step: int) -> int:

@@ -13,11 +13,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 from typing import Self, TypeVar
 
 from holdfast.errors import KeyDamagedError, KeyExistsError, KeyMissingError, StorageError
-from holdfast.storage.base import Entry, Sink, Source, Storage, StorageFeatures, alignment_of, features_of
+from holdfast.storage.base import Entry, Links, Sink, Source, Storage, StorageFeatures, alignment_of, features_of
 
 logger = logging.getLogger("holdfast")
 
@@ -68,7 +69,8 @@ def with_retries(storage: Storage) -> Storage:
 
 
 class RetryingStorage:
-    """Any storage, whose `open`, `read`, `entries` and `read_into` are repeated. All else is the storage's own."""
+    """Any storage, whose `open`, `read`, `entries`, `read_into` and `targets` of links are repeated. All else is the
+    storage's own."""
 
     def __init__(self, inner: Storage) -> None:
         self.inner = inner
@@ -79,7 +81,8 @@ class RetryingStorage:
 
     @property
     def features(self) -> StorageFeatures:
-        return features_of(self.inner)
+        found = features_of(self.inner)
+        return found if found.links is None else replace(found, links=_RetryingLinks(found.links))
 
     def put(self, key: str, data: bytes) -> None:
         self.inner.put(key, data)
@@ -107,6 +110,22 @@ class RetryingStorage:
 
     def __repr__(self) -> str:
         return repr(self.inner)
+
+
+class _RetryingLinks:
+    """Links whose listing is repeated, like that of `entries`."""
+
+    def __init__(self, inner: Links) -> None:
+        self._inner = inner
+
+    def point(self, name: str, target: str) -> None:
+        self._inner.point(name, target)
+
+    def remove(self, name: str) -> None:
+        self._inner.remove(name)
+
+    def targets(self) -> dict[str, str]:
+        return _retried(self._inner.targets, "")
 
 
 class _RetryingSource:
