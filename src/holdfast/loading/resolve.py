@@ -101,8 +101,9 @@ def _at_path(path: Path, selector: str | int) -> tuple[Catalog, Selector]:
         if selector != "latest":
             raise UsageError(f"{path} is one checkpoint; the selector {selector!r} would name another")
         return Catalog(open_storage(real.parent)), Selector("folder", name=real.name)
-    if path.is_symlink() and not path.exists():
-        raise CheckpointNotFoundError(f"{path} points to {os.readlink(path)}, which is not there")
+    for above in (path, *path.parents):
+        if above.is_symlink() and not above.exists():
+            raise CheckpointNotFoundError(f"{above} points to {os.readlink(above)}, which is not there")
     if paths.parse_folder(real.name) is not None and real.is_dir():
         return Catalog(open_storage(real.parent)), Selector("folder", name=real.name)
     return Catalog(open_storage(real)), parse_selector(selector)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import holdfast
-from holdfast.errors import CheckpointNotFoundError
+from holdfast.errors import CheckpointNotFoundError, HoldfastError
 from holdfast.testing import MemoryStorage
 
 
@@ -63,3 +64,28 @@ def test_an_empty_run_that_was_named_by_its_path_is_no_reason_to_speak_of_resume
             manager.restore(tmp_path / "other")
     assert "resume=" not in str(caught.value)
     assert "check the path" in str(caught.value)
+
+
+@pytest.mark.guarantee("G11")
+@pytest.mark.parametrize("below", ["", "exp1"])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_run_behind_a_link_to_nowhere_is_no_fresh_start(tmp_path: Path, mode: Any, below: str) -> None:
+    """The volume is not mounted: what was saved there is still there once it is."""
+    (tmp_path / "runs").symlink_to(tmp_path / "volume" / "runs")
+    run = tmp_path / "runs" / below
+
+    def opened() -> holdfast.CheckpointManager:
+        return holdfast.CheckpointManager(run, {"model": torch.nn.Linear(4, 2)}, mode=mode, rng=False)
+
+    for work in (
+        lambda: opened().restore(),
+        lambda: opened().should_load(),
+        lambda: opened().save(0).wait(),
+        lambda: opened().checkpoints(),
+        lambda: holdfast.is_restart(run),
+        lambda: holdfast.peek(run),
+        lambda: holdfast.checkpoints(run),
+    ):
+        with pytest.raises(HoldfastError, match=f"{tmp_path / 'runs'}.* link to|{tmp_path / 'runs'} points to"):
+            work()
+    assert not (tmp_path / "volume").exists()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar
@@ -14,7 +15,7 @@ from typing import TypeVar
 from holdfast.errors import StorageError
 from holdfast.storage.local.disk import Disk
 
-__all__ = ["Folders", "sync_folder"]
+__all__ = ["Folders", "link_target", "sync_folder"]
 
 _Result = TypeVar("_Result")
 
@@ -117,6 +118,9 @@ class Folders:
     def _open_root(self) -> int:
         try:
             return self._disk.open_root(self._root)
+        except FileNotFoundError:
+            self._refuse_link_to_nowhere(self._root)
+            raise
         except NotADirectoryError as error:
             raise StorageError(
                 "it is, or lies below, something that is no folder",
@@ -130,12 +134,31 @@ class Folders:
             return self._open_root()
         except FileNotFoundError:
             self._make_with_parents(self._root)
+        return self._open_root()
+
+    def _refuse_link_to_nowhere(self, path: str) -> None:
+        """Raise if a path is, or lies below, a link that leads nowhere. Such a root is not empty: the volume that it
+        leads to is not mounted, and what was saved there is still there."""
+        parent, name = os.path.split(path)
+        if parent == path:
+            return
         try:
-            return self._open_root()
-        except FileNotFoundError as error:
+            handle = self._disk.open_root(parent)
+        except FileNotFoundError:
+            return self._refuse_link_to_nowhere(parent)
+        except OSError:
+            return  # what may not be listed cannot be looked at
+        try:
+            target = link_target(self._disk, handle, name)
+        finally:
+            self._disk.close(handle)
+        if target is not None:
             raise StorageError(
-                "it is a link to a folder that does not exist", errno=errno.ENOENT, file=self._root
-            ) from error
+                f"{path} is a link to a folder that does not exist: {target}",
+                errno=errno.ENOENT,
+                file=self._root,
+                advice="mount the volume that it leads to, or give another path",
+            )
 
     def _make_with_parents(self, path: str) -> None:
         parent, name = os.path.split(path)
@@ -167,6 +190,15 @@ class Folders:
             sync_folder(self._disk, handle)
         finally:
             self._disk.close(handle)
+
+
+def link_target(disk: Disk, folder: int, name: str) -> str | None:
+    """Return where a link in a folder leads; None for anything else, and for a name that is not there."""
+    try:
+        is_link = stat.S_ISLNK(disk.status(folder, name).st_mode)
+        return disk.read_link(folder, name) if is_link else None
+    except FileNotFoundError:
+        return None
 
 
 def sync_folder(disk: Disk, folder: int) -> None:

@@ -10,7 +10,7 @@ from holdfast.errors import StorageError, UsageError
 from holdfast.storage.keys import is_part, key_parts
 from holdfast.storage.local.advice import explaining
 from holdfast.storage.local.disk import Disk
-from holdfast.storage.local.folders import Folders, sync_folder
+from holdfast.storage.local.folders import Folders, link_target, sync_folder
 from holdfast.storage.local.publish import temporary_name, try_unlink
 
 __all__ = ["LocalLinks"]
@@ -42,7 +42,7 @@ class LocalLinks:
             try:
                 with self._folders.opened([]) as root:
                     names = sorted(name for name in self._disk.list_names(root) if is_part(name))
-                    found = {name: self._target(root, name) for name in names}
+                    found = {name: link_target(self._disk, root, name) for name in names}
             except FileNotFoundError:
                 return {}
         return {name: target for name, target in found.items() if target is not None}
@@ -57,13 +57,6 @@ class LocalLinks:
             try_unlink(self._disk, root, temporary)
             raise
         sync_folder(self._disk, root)
-
-    def _target(self, root: int, name: str) -> str | None:
-        try:
-            is_link = stat.S_ISLNK(self._disk.status(root, name).st_mode)
-            return self._disk.read_link(root, name) if is_link else None
-        except FileNotFoundError:
-            return None
 
     def _require_replaceable(self, root: int, name: str) -> None:
         try:
