@@ -188,10 +188,11 @@ class Catalog:
             try:
                 # A committed checkpoint never changes, so one that was read before counts as it was then.
                 highest, last = max((highest, last), ((known.get(name) or self.read(name)).sequence, name))
-            except (KeyMissingError, CorruptCheckpointError, UnsupportedFormatError):
-                # An attempt, or damage, which readers report. A manifest that cannot be read now is an error: its
-                # number must not be given a second time.
-                continue
+            except HoldfastError as error:
+                # An attempt, or damage of any kind, which readers report. A manifest that cannot be read now is an
+                # error: its number must not be given a second time.
+                if isinstance(error, StorageError) and not isinstance(error, KeyMissingError):
+                    raise
         if highest >= MAX_SEQUENCE:
             raise SaveFailedError(
                 f"{last} has the sequence number {highest}, after which there is none",

@@ -23,6 +23,7 @@ from holdfast.errors import (
     KeyMissingError,
     RunInUseError,
     StorageError,
+    UnsafeContentError,
     UnsupportedFormatError,
     UsageError,
 )
@@ -351,7 +352,7 @@ class Coordinator:
         is damaged, or in whose folder one of another lineage lies by now, does not count: the step is saved again."""
         try:
             found = self._committed.read(request.step, request.ancestry)
-        except (KeyMissingError, CorruptCheckpointError, UnsupportedFormatError):
+        except (KeyMissingError, CorruptCheckpointError, UnsafeContentError, UnsupportedFormatError):
             found = None
             self.forget()
         if found is not None and found not in request.ancestry.lineage:
