@@ -19,6 +19,7 @@ from holdfast.runs.lease import Lease, holder
 from holdfast.runs.readers import reading
 from holdfast.runs.report import Report
 from holdfast.runs.retention import Decision, KeepPolicy
+from holdfast.runs.selection import first_names, metric_names
 from holdfast.runs.selector import Selector
 
 
@@ -142,13 +143,13 @@ def _require_metrics(keep: KeepPolicy, catalog: Catalog) -> None:
     that was spelled wrong, and what should have been kept as the best would go."""
     if not keep.metrics:
         return
-    known = {name for found in catalog.scan().checkpoints if not found.damage for name in found.metrics}
+    known = metric_names([found for found in catalog.scan().checkpoints if not found.damage])
     for metric, _ in keep.metrics:
         if metric not in known:
             raise UsageError(
                 f"no checkpoint has the metric '{metric}'",
                 run=catalog.storage.url,
-                advice=f"there are: {', '.join(sorted(known)) or 'none'}",
+                advice=f"there are: {first_names(known) or 'none'}",
             )
 
 

@@ -92,6 +92,16 @@ class Checkpoint:
             )
             return saved
 
+    @cached_property
+    def known_metrics(self) -> Mapping[str, Any]:
+        """Return the metrics for whoever looks through those of several checkpoints: none, with a warning, where they
+        cannot be decoded. One checkpoint that makes no sense must not stop what is about all of them."""
+        try:
+            return self.metrics
+        except HoldfastError as error:
+            logger.warning("%s: its metrics cannot be decoded, and count as unknown: %s", self.folder, error)
+            return MappingProxyType({})
+
     @property
     def progress(self) -> Mapping[str, Any]:
         return self._each_decoded("progress", self.head.progress)

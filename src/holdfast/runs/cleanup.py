@@ -28,6 +28,7 @@ from holdfast.runs.links import Links
 from holdfast.runs.process_identity import Identity, is_alive
 from holdfast.runs.readers import Readers
 from holdfast.runs.retention import Decision, KeepPolicy, Record, retain
+from holdfast.runs.selection import first_names, metric_names
 from holdfast.runs.verify import verify
 from holdfast.runs.worker import WorkerThread
 
@@ -212,7 +213,7 @@ class Housekeeper:
         """Log once a metric that no checkpoint has: it may be reported later, or be misspelled."""
         if self._warned_of_metrics or self._keep is None or not scan.checkpoints:
             return
-        known = {name for checkpoint in scan.checkpoints for name in checkpoint.metrics}
+        known = metric_names(scan.checkpoints)
         unknown = sorted({metric for metric, _ in self._keep.metrics} - known)
         if unknown:
             self._warned_of_metrics = True
@@ -220,7 +221,7 @@ class Housekeeper:
                 "no checkpoint has the metric '%s' that KeepBest ranks by (there are: %s); until one is saved or "
                 "reported with it, all rank as the worst",
                 unknown[0],
-                ", ".join(sorted(known)) or "none",
+                first_names(known) or "none",
             )
 
     def _remove(self, checkpoint: Checkpoint, notes: Sequence[str]) -> bool:
@@ -322,7 +323,7 @@ def records_of(
             step=found.step,
             sequence=found.sequence,
             created_seconds=_seconds(found),
-            metrics=_metrics(found),
+            metrics=numbers_of(found.known_metrics),
             tags=found.tags,
             on_line=found.folder in line,
             shield=_shield(found, reading, in_use) or _shield_of_line(found, line, start),
@@ -352,15 +353,6 @@ def _shield_of_line(checkpoint: Checkpoint, line: Set[str], start: tuple[int, st
     if start_of(checkpoint) not in (start, None):
         return "of another start of the run"
     return "newer than the checkpoint that the training went back to; `holdfast prune` removes it"
-
-
-def _metrics(checkpoint: Checkpoint) -> Mapping[str, int | float]:
-    """Return the numeric metrics; none where they cannot be decoded, which must not stop the cleanup of a whole run."""
-    try:
-        return numbers_of(checkpoint.metrics)
-    except HoldfastError as error:
-        logger.warning("%s: its metrics cannot be read, and count as unknown: %s", checkpoint.folder, error)
-        return {}
 
 
 def _seconds(checkpoint: Checkpoint) -> float:

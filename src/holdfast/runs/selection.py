@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from holdfast.errors import CheckpointNotFoundError, CorruptCheckpointError, HoldfastError, UnsupportedFormatError
 from holdfast.ondisk import paths
@@ -11,7 +11,18 @@ from holdfast.runs.lineage import Lineage
 from holdfast.runs.selector import Selector
 from holdfast.storage.base import Storage
 
-__all__ = ["best_of", "choose", "choose_own", "known_damaged", "not_found", "require_selectable"]
+__all__ = [
+    "best_of",
+    "choose",
+    "choose_own",
+    "first_names",
+    "known_damaged",
+    "metric_names",
+    "not_found",
+    "require_selectable",
+]
+
+_SHOWN_NAMES = 10
 
 
 def choose(scan: Scan, selector: Selector) -> Checkpoint | None:
@@ -34,7 +45,7 @@ def choose_own(scan: Scan, step: int, own: Lineage) -> Checkpoint | None:
 
 def best_of(among: Sequence[Checkpoint], metric: str, mode: str) -> Checkpoint | None:
     """Return the best by a stored metric. NaN ranks worst and ties go to the newer one."""
-    ranked = [found for found in among if isinstance(found.metrics.get(metric), int | float)]
+    ranked = [found for found in among if isinstance(found.known_metrics.get(metric), int | float)]
     numbers = [found for found in ranked if found.metrics[metric] == found.metrics[metric]]
     # As they are: converting a large int to a float would make neighbours equal.
     if mode == "max":
@@ -42,6 +53,17 @@ def best_of(among: Sequence[Checkpoint], metric: str, mode: str) -> Checkpoint |
     else:
         best = min(numbers, key=lambda found: (found.metrics[metric], -found.sequence), default=None)
     return best or max(ranked, key=lambda found: found.sequence, default=None)
+
+
+def metric_names(checkpoints: Sequence[Checkpoint]) -> set[str]:
+    """Return the names of all metrics that any of these has."""
+    return {name for checkpoint in checkpoints for name in checkpoint.known_metrics}
+
+
+def first_names(names: Set[str]) -> str:
+    """Return the first of these names for a message, and how many there are where not all are shown."""
+    shown = ", ".join(sorted(names)[:_SHOWN_NAMES])
+    return f"{shown}, ... ({len(names):,} in all)" if len(names) > _SHOWN_NAMES else shown
 
 
 def require_selectable(scan: Scan, selector: Selector) -> None:
@@ -90,10 +112,10 @@ def _only_metric(scan: Scan) -> str:
     """Return the metric that `best` ranks by where it names none: the first of the run's ranking, or the only one."""
     if scan.ranking:
         return scan.ranking[0][0]
-    names = {name for checkpoint in scan.checkpoints for name in checkpoint.metrics}
+    names = metric_names(scan.checkpoints)
     if len(names) > 1:
         raise CheckpointNotFoundError(
-            f"'best' does not say by which metric; there are {', '.join(sorted(names))}",
+            f"'best' does not say by which metric; there are {first_names(names)}",
             advice="say best:METRIC, or best:METRIC:max",
         )
     return next(iter(names), "")
@@ -125,8 +147,8 @@ def _what_exists(storage: Storage, selector: Selector, scan: Scan) -> str:
 def _what_checkpoints_exist(selector: Selector, scan: Scan) -> str:
     advice = f"the newest steps there are {', '.join(str(checkpoint.step) for checkpoint in scan.checkpoints[:5])}"
     if selector.kind == "best":
-        metrics = sorted({name for checkpoint in scan.checkpoints for name in checkpoint.metrics})
-        advice = f"the metrics there are {', '.join(metrics[:10])}" if metrics else "no checkpoint has a metric"
+        metrics = metric_names(scan.checkpoints)
+        advice = f"the metrics there are {first_names(metrics)}" if metrics else "no checkpoint has a metric"
     if scan.damaged:
         advice += f"; {len(scan.damaged)} folders cannot be read: {scan.damaged[0]}"
     return advice
