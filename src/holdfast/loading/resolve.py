@@ -106,7 +106,13 @@ def _at_path(path: Path, selector: str | int) -> tuple[Catalog, Selector]:
             raise CheckpointNotFoundError(f"{above} points to {os.readlink(above)}, which is not there")
     if paths.parse_folder(real.name) is not None and real.is_dir():
         return Catalog(open_storage(real.parent)), Selector("folder", name=real.name)
-    return Catalog(open_storage(real)), parse_selector(selector)
+    catalog = Catalog(open_storage(real))
+    if (real / paths.MANIFEST).is_file() and (name := catalog.name_as_checkpoint()):
+        raise UsageError(
+            f"{path} is a checkpoint under another name: its manifest belongs to {name}",
+            advice=f"give the folder the name {name}; a copy can be in any folder, under that name",
+        )
+    return catalog, parse_selector(selector)
 
 
 def _newer_attempts(scan: Scan) -> list[Skipped]:

@@ -131,10 +131,22 @@ class Catalog:
             raise error.at(run=self.storage.url, file=paths.key(folder, paths.MANIFEST)) from None
         if head.folder != folder:
             raise CorruptCheckpointError(
-                f"its manifest belongs to {head.folder}", file=paths.key(folder, paths.MANIFEST)
+                f"the folder is a checkpoint under another name: its manifest belongs to {head.folder}",
+                file=paths.key(folder, paths.MANIFEST),
+                advice="give the folder that name again, or delete it if it is a copy",
             )
         checkpoint = self._known[identity] = Checkpoint(head, digest, self.storage)
         return checkpoint
+
+    def name_as_checkpoint(self) -> str:
+        """Return the folder's name that the manifest in the root states, where the root is no run but a checkpoint that
+        was copied or renamed; empty otherwise."""
+        if any(paths.parse_folder(name) is not None for name in self._names()):
+            return ""
+        try:
+            return decode_head(read_document(self.storage, paths.MANIFEST, MAX_MANIFEST_BYTES))[0].folder
+        except HoldfastError:
+            return ""
 
     def announced(self, folder: str, step: int, digest: str, *, sequence: int, size_bytes: int) -> Checkpoint:
         """Return a checkpoint that another process has committed and that cannot be read here now. Any other value of
