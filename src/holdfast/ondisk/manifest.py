@@ -194,6 +194,14 @@ class _Envelope(msgspec.Struct, frozen=True, kw_only=True):
     manifest: msgspec.Raw = msgspec.Raw(b"null")
 
 
+class _Abandonment(msgspec.Struct, frozen=True, kw_only=True):
+    at: str = ""
+
+
+class _AbandonedEnvelope(msgspec.Struct, frozen=True, kw_only=True):
+    abandoned: _Abandonment
+
+
 _ABANDONED = b'{"holdfast_format":%d,"abandoned":' % FORMAT
 
 
@@ -204,6 +212,14 @@ def encode_abandoned(why: dict[str, Any]) -> bytes:
 
 def is_abandoned(data: bytes | bytearray) -> bool:
     return data.startswith(_ABANDONED)
+
+
+def abandoned_at(data: bytes | bytearray) -> str:
+    """Return the time that such a word states; empty where it states none that can be decoded."""
+    try:
+        return from_json(data, _AbandonedEnvelope).abandoned.at
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return ""
 
 
 def digest_of(data: bytes | bytearray | memoryview) -> str:

@@ -15,8 +15,8 @@ import msgspec
 from holdfast.errors import DamagedRecordError, KeyDamagedError, KeyExistsError, KeyMissingError, UsageError
 from holdfast.ondisk import paths
 from holdfast.ondisk.decoding import encode_record, read_record
-from holdfast.ondisk.manifest import encode_abandoned
-from holdfast.runs.clock import timestamp
+from holdfast.ondisk.manifest import MAX_MANIFEST_BYTES, abandoned_at, encode_abandoned
+from holdfast.runs.clock import seconds_since, timestamp
 from holdfast.runs.process_identity import Identity, this_process
 from holdfast.storage.base import Storage, features_of
 from holdfast.storage.displacing import obstruction_of
@@ -150,6 +150,14 @@ class Attempts:
             except KeyExistsError:
                 continue
             self._storage.sync(folder)
+
+    def seconds_since_closed(self, folder: str) -> float:
+        """Return how long ago an attempt was closed; 0 where that is not known."""
+        try:
+            data = self._storage.read(paths.key(folder, paths.MANIFEST), MAX_MANIFEST_BYTES)
+        except (KeyMissingError, KeyDamagedError):
+            return 0.0
+        return seconds_since(abandoned_at(data))
 
     def record(self, folder: str) -> AttemptRecord:
         """Return the record of an attempt; an empty one where there is none or it is damaged. One that cannot be read

@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
-from holdfast.errors import CheckpointNotFoundError, HoldfastError, KeyMissingError
-from holdfast.ondisk import paths
+from holdfast.errors import CheckpointNotFoundError, DamagedRecordError, HoldfastError, KeyMissingError
 from holdfast.runs.annotations import Note, parse_note_name
 from holdfast.runs.attempts import AttemptRecord
 from holdfast.runs.catalog import Catalog
@@ -283,10 +282,19 @@ class Housekeeper:
             if folder in reading:
                 continue
             self._catalog.attempts.clear(folder)
-            # A process that has not written its record has written nothing, and checks its lease before it commits.
-            unrecorded = paths.ATTEMPT not in {entry.name for entry in self._catalog.storage.entries(folder)}
-            if unrecorded or _is_dead(self._catalog.attempts.record(folder)):
+            if self._writer_is_gone(folder):
                 self._catalog.remove(folder)
+
+    def _writer_is_gone(self, folder: str) -> bool:
+        """Return whether no process is left that could commit a closed attempt once its marker is removed."""
+        try:
+            return _is_dead(self._catalog.attempts.read(folder))
+        except KeyMissingError:
+            # A process that has not written its record has written nothing, and checks its lease before it commits.
+            return True
+        except DamagedRecordError:
+            # Also a link or a special file in its place, which no listing shows: the writer is unknown, and may live.
+            return False
 
 
 def _log_failure(

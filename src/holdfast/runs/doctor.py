@@ -33,6 +33,9 @@ Kind = Literal["checkpoint", "run", "attempt", "note", "lease", "reader", "link"
 _SHOWN_RANKS = 8
 _OWN_NAMES = {paths.RUN_KEY, paths.LEASE, paths.READERS, paths.NOTES}
 _RENAMED = "is renamed to set-aside-...: nothing in it is lost"
+# How long the writer of an attempt that was given up, of which nothing is known, may still be about to commit it.
+_WRITER_MAY_LIVE_SECONDS = 24 * 3600
+_KEPT_RECORD = "is removed a day after the attempt was given up: until then its writer, which is unknown, may live"
 _RECEIPT_END = ".receipt.json"
 _RANK_FILE = re.compile(r"rank-([0-9]{5})\.", re.ASCII)
 
@@ -144,6 +147,8 @@ def _attempts(catalog: Catalog, scan: Scan) -> Iterator[Finding]:
         state = "was given up" if folder in scan.closed else "was never committed"
         problem = f"{state}; {_who(record)}; {_missing(catalog, folder, record)}"
         yield Finding("attempt", folder, problem, "is cleared when its writer is seen to be gone", mendable=True)
+    attempts = set(scan.attempts)
+    remedy = "is removed: no checkpoint needs the record"
     for folder in (*scan.attempts, *(found.folder for found in scan.checkpoints)):
         path = paths.key(folder, paths.ATTEMPT)
         try:
@@ -151,11 +156,14 @@ def _attempts(catalog: Catalog, scan: Scan) -> Iterator[Finding]:
         except KeyMissingError:
             continue
         except DamagedRecordError as error:
-            yield Finding("attempt", path, error.problem, "nothing: no checkpoint needs the record", damage=True)
+            # Nobody can see that its writer is gone: what closes the attempt must stay while that may still commit.
+            needed = folder in attempts and catalog.attempts.seconds_since_closed(folder) < _WRITER_MAY_LIVE_SECONDS
+            yield Finding(
+                "attempt", path, error.problem, _KEPT_RECORD if needed else remedy, damage=True, mendable=not needed
+            )
             continue
         if record.lease > MAX_PLAUSIBLE_LEASE_NUMBER:
             problem = f"no writer has counted up to lease number {record.lease}"
-            remedy = "is removed: no checkpoint needs the record"
             yield Finding("attempt", path, problem, remedy, damage=True, mendable=True)
 
 

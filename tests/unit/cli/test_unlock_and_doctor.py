@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from msgspec import structs
 
 import holdfast
 from holdfast.ondisk.decoding import encode_record
+from holdfast.ondisk.manifest import encode_abandoned, is_abandoned
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.claims import Claim
 from holdfast.runs.lease import Lease
@@ -179,3 +181,74 @@ def test_a_run_that_is_being_trained_is_examined_and_not_mended(run: Path) -> No
     assert f"process {os.getpid()} on" in command("doctor", run, "--fix", code=2)
     lease.require()
     assert (run / "run.json").read_bytes() == b"{"
+
+
+def damaged_record(run: Path, kind: str, damage: str) -> Path:
+    """Damage the record of a checkpoint, or of an attempt that is open or was given up, and return its path."""
+    record = run / "step-000000002" / "attempt.json"
+    if kind != "committed":
+        shutil.copytree(run / "step-000000002", run / "step-000000003")
+        record = run / "step-000000003" / "attempt.json"
+        record.with_name("manifest.json").unlink()
+        if kind != "open":
+            give_up(record.parent, timedelta(days=2) if kind == "given up long ago" else timedelta(hours=1))
+    data = record.read_bytes()
+    record.unlink()
+    if damage == "a link":
+        record.symlink_to("/dev/zero")
+    else:
+        record.write_bytes(b"" if damage == "empty" else bytes([data[0], data[1] ^ 1]) + data[2:])
+    return record
+
+
+def give_up(folder: Path, ago: timedelta) -> None:
+    (folder / "manifest.json").unlink(missing_ok=True)
+    (folder / "manifest.json").write_bytes(encode_abandoned({"by": 1, "at": (datetime.now(UTC) - ago).isoformat()}))
+
+
+@pytest.mark.parametrize("kind", ["given up long ago", "committed"])
+@pytest.mark.parametrize("damage", ["empty", "one bit", "a link"])
+def test_a_damaged_record_of_an_attempt_is_mended_and_then_nothing_is_found(run: Path, kind: str, damage: str) -> None:
+    record = damaged_record(run, kind, damage)
+    path = str(record.relative_to(run))
+    lease = Lease.acquire(LocalStorage(run))
+    with pytest.raises(holdfast.RunInUseError):
+        holdfast.mend(run)
+    assert os.path.lexists(record)
+    lease.release()
+    assert [found.mendable for found in holdfast.examine(run) if found.path == path] == [True]
+    assert [found.mended for found in holdfast.mend(run) if found.path == path] == [True]
+    assert holdfast.examine(run) == []
+    assert [found.step for found in holdfast.checkpoints(run)] == [2, 1]
+    assert holdfast.verify(run).ok
+
+
+@pytest.mark.parametrize("kind", ["open", "given up"])
+@pytest.mark.parametrize("damage", ["empty", "one bit", "a link"])
+def test_an_attempt_with_a_damaged_record_stays_given_up_while_its_writer_may_live(
+    run: Path, kind: str, damage: str
+) -> None:
+    """Its writer cannot be seen: without the word that it was given up, that process could commit it."""
+    record = damaged_record(run, kind, damage)
+    path = str(record.relative_to(run))
+    for _ in range(2):
+        (found,) = [found for found in holdfast.mend(run) if found.path == path]
+        assert not found.mendable
+        assert not found.mended
+        assert "a day after" in found.remedy
+        assert os.path.lexists(record)
+        assert is_abandoned(record.with_name("manifest.json").read_bytes())
+    give_up(record.parent, timedelta(days=2))
+    holdfast.mend(run)
+    assert holdfast.examine(run) == []
+    assert not record.parent.exists()
+
+
+@pytest.mark.parametrize("at", ["", "now", 7, None, "2001-01-01T00:00:00", "9999-01-01T00:00:00+00:00"])
+def test_an_attempt_that_was_given_up_at_no_known_time_counts_as_given_up_just_now(run: Path, at: object) -> None:
+    record = damaged_record(run, "given up", "empty")
+    record.with_name("manifest.json").unlink()
+    record.with_name("manifest.json").write_bytes(encode_abandoned({"by": 1, "at": at}))
+    holdfast.mend(run)
+    assert record.exists()
+    assert is_abandoned(record.with_name("manifest.json").read_bytes())
