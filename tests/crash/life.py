@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from blake3 import blake3
@@ -33,6 +34,7 @@ from holdfast.errors import (
 )
 from holdfast.manager.manager import CheckpointManager
 from holdfast.manager.results import RestoreResult
+from holdfast.runs import cleanup
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.readers import reading
@@ -175,27 +177,26 @@ class Behind:
 class Manager(CheckpointManager):
     """A manager without a thread: else no sequence would happen twice in the same way."""
 
-    def _hold_run(self) -> None:
-        self._housekeeper._worker = Behind()  # type: ignore[assignment]
-        super()._hold_run()
+    def __init__(self, *args: Any, **options: Any) -> None:
+        with mock.patch.object(cleanup, "WorkerThread", Behind):
+            super().__init__(*args, **options)
 
     @property
     def behind(self) -> Behind:
-        if not isinstance(self._housekeeper._worker, Behind):
-            self._housekeeper._worker = Behind()  # type: ignore[assignment]
-        return self._housekeeper._worker  # type: ignore[return-value]
+        return self._run.housekeeper._worker  # type: ignore[return-value]
 
     @property
     def number(self) -> int:
-        return self._saver.lease
+        return self._run.saver.lease
 
     @property
     def head(self) -> str | None:
-        return self._saver.lineage.head
+        return self._run.saver.lineage.head
 
     def die(self) -> None:
         """A process that is dead leaves no thread and releases nothing."""
-        lease, self._saver._coordinator._lease = self._saver._coordinator._lease, None
+        coordinator = self._run.saver._coordinator
+        lease, coordinator._lease = coordinator._lease, None
         if lease is not None:
             lease._heartbeat.stop()
 

@@ -26,7 +26,7 @@ from holdfast.runs.annotations import Annotations
 from holdfast.runs.attempts import Attempts
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.retention import Record
-from holdfast.saving import commit, coordinator
+from holdfast.saving import commit, committed_steps
 from holdfast.saving.coordinator import Coordinator
 from holdfast.testing import MemoryStorage, SimulatedCrash
 from holdfast.testing.storages import _Wrapper
@@ -514,7 +514,7 @@ def test_numbers_that_do_not_grow_and_lines_that_are_wrong_are_noticed(
     if broken == "next_sequence":
         monkeypatch.setattr(Catalog, "next_sequence", lambda self: 1 + len(self.scan().checkpoints))
     else:
-        for module in (coordinator, cleanup):
+        for module in (committed_steps, cleanup):
             monkeypatch.setattr(module, "ancestry", lambda digest, among: list(among))
     noticed("")
 
