@@ -60,7 +60,7 @@ def test_a_restore_that_falls_back_says_which_link_it_passed_over(
     with caplog.at_level(logging.WARNING, "holdfast"), opened(run, mode) as manager:
         result = manager.restore()
         assert result.step == 2
-        (text,) = result.passed_over
+        (text,) = result.rejected
         assert text.startswith("step-000000003: ")
         assert f"symbolic link to {moved}, which is not followed" in text
         assert "move the folder back into the run" in text

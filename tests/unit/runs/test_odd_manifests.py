@@ -46,7 +46,7 @@ def test_a_manifest_with_an_unsafe_file_name_stops_no_save(tmp_path: Path, mode:
     with opened(run, mode, keep=KeepLast(1)) as manager:
         result = manager.restore()
         assert result.step == 2
-        assert [text.partition(":")[0] for text in result.passed_over] == ["step-000000003"]
+        assert [text.partition(":")[0] for text in result.rejected] == ["step-000000003"]
         assert manager.save(3).wait().folder == "step-000000003.2"
         assert manager.save(4).wait().folder == "step-000000004"
 
