@@ -197,7 +197,7 @@ def test_a_link_in_the_place_of_a_checkpoints_folder_is_not_followed(run: Path) 
     (run / FOLDER).rename(outside)
     (run / FOLDER).symlink_to(outside)
     for one in refused(run):
-        assert isinstance(one, CheckpointNotFoundError)
+        assert isinstance(one, CorruptCheckpointError)
     for one in refused(run, FOLDER):
         assert isinstance(one, CorruptCheckpointError | CheckpointNotFoundError)
 
