@@ -30,7 +30,7 @@ from holdfast.loading.strategy import Verify, check_verify
 from holdfast.ondisk import paths
 from holdfast.ondisk.codec import Json, Subclass, decode, plain, subclass_of
 from holdfast.ondisk.manifest import TensorRecord, TreeRecord
-from holdfast.ondisk.regions import Box, whole
+from holdfast.ondisk.regions import Box, boxes_within, whole
 from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.report import Problem
 
@@ -81,7 +81,7 @@ class Leaf:
     def boxes(self, limit_bytes: int) -> Iterator[Box]:
         """Yield boxes that make up the leaf, in the order of its elements, none larger than the limit: to stream a leaf
         that is larger than the memory."""
-        return _boxes(whole(self.shape), self.record.item_bytes, max(limit_bytes, self.record.item_bytes), 0)
+        return boxes_within(whole(self.shape), self.record.item_bytes, limit_bytes)
 
 
 class CheckpointReader:
@@ -237,11 +237,12 @@ class CheckpointReader:
             raise UsageError(f"{box} is no part of a tensor of shape {list(leaf.shape)}", leaf=leaf.name)
         return Request(leaf.record, box, target, fresh)
 
-    def fill(self, requests: Sequence[Request]) -> None:
-        """Fill the targets of all requests, in several threads."""
+    def fill(self, requests: Sequence[Request], on_bytes: Callable[[int], None] = lambda count: None) -> None:
+        """Fill the targets of all requests, in several threads. `on_bytes` gets the number of further bytes that are
+        there, from any thread."""
         from holdfast.loading.read import read
 
-        self._refuse(read(self.checkpoint, requests, checked=self._checked))
+        self._refuse(read(self.checkpoint, requests, checked=self._checked, on_bytes=on_bytes))
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise the damage that `fill` would meet, as far as `verify` looks for it. Changes nothing."""
@@ -303,20 +304,6 @@ class CheckpointReader:
     @cached_property
     def _trees(self) -> dict[str, TreeRecord]:
         return {tree.name: tree for tree in self.trees}
-
-
-def _boxes(box: Box, item_bytes: int, limit_bytes: int, dimension: int) -> Iterator[Box]:
-    """Cut a box along one dimension, and along the next one where a single row of it is too large."""
-    if box.volume * item_bytes <= limit_bytes:
-        yield box
-        return
-    size = box.sizes[dimension]
-    step = max(limit_bytes * size // (box.volume * item_bytes), 1)
-    for start in range(0, size, step):
-        offsets, sizes = list(box.offsets), list(box.sizes)
-        offsets[dimension] += start
-        sizes[dimension] = min(step, size - start)
-        yield from _boxes(Box(tuple(offsets), tuple(sizes)), item_bytes, limit_bytes, dimension + 1)
 
 
 def _arrays_as_tensors(stored: Json) -> Json:

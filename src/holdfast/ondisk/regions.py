@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
@@ -63,6 +63,25 @@ class Cut(NamedTuple):
 
 def whole(shape: Shape) -> Box:
     return Box((0,) * len(shape), shape)
+
+
+def boxes_within(box: Box, item_bytes: int, limit_bytes: int) -> Iterator[Box]:
+    """Yield boxes that make up a box, in the order of its elements, none larger than the limit, but for one element."""
+    return _cut_down(box, item_bytes, max(limit_bytes, item_bytes), 0)
+
+
+def _cut_down(box: Box, item_bytes: int, limit_bytes: int, dimension: int) -> Iterator[Box]:
+    """Cut a box along one dimension, and along the next one where a single row of it is too large."""
+    if box.volume * item_bytes <= limit_bytes:
+        yield box
+        return
+    size = box.sizes[dimension]
+    step = max(limit_bytes * size // (box.volume * item_bytes), 1)
+    for start in range(0, size, step):
+        offsets, sizes = list(box.offsets), list(box.sizes)
+        offsets[dimension] += start
+        sizes[dimension] = min(step, size - start)
+        yield from _cut_down(Box(tuple(offsets), tuple(sizes)), item_bytes, limit_bytes, dimension + 1)
 
 
 def strides_of(shape: Shape) -> Shape:

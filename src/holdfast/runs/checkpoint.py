@@ -19,6 +19,7 @@ from holdfast.ondisk.codec import decode
 from holdfast.ondisk.inline import tensor_of_text
 from holdfast.ondisk.manifest import STATE_DICT_NOTE, Manifest, ManifestHead, Ranking
 from holdfast.runs.annotations import Note, Notes, sum_up
+from holdfast.runs.assets import Assets, stored_assets
 from holdfast.storage.base import Storage
 
 logger = logging.getLogger("holdfast")
@@ -141,6 +142,12 @@ class Checkpoint:
     def path(self) -> str:
         """Return the path or the URL of the checkpoint's folder."""
         return f"{self.storage.url}/{self.folder}"
+
+    @cached_property
+    def assets(self) -> Assets:
+        """Return the files that were stored beside the weights, by name. Each is read, and verified, when it is
+        opened."""
+        return stored_assets(self.storage, self.folder, self.head.files)
 
     def key(self, name: str) -> str:
         return paths.key(self.folder, name)

@@ -1,0 +1,95 @@
+"""Find the weights in a source: which part of its tree is the model. A tree enters; tensors by name leave."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast.errors import UsageError
+from holdfast.formats.source import Source, TensorEntry, tensors_of
+
+__all__ = ["find_weights", "part_of"]
+
+# What trainings call the model in the dict that they give to torch.save, in the order in which they are looked for.
+_USUAL_NAMES = ("model", "state_dict", "model_state_dict", "module", "model_state", "network", "net", "weights")
+
+
+def find_weights(source: Source, component: str | None = None) -> dict[str, TensorEntry]:
+    """Return the tensors of the model by their names in it.
+
+    `component` is the path of the model in the source's tree, such as `model` or `state.model`. Without it the model is
+    what the format knows to be one, the whole source when that is nothing but tensors, or what has a usual name. More
+    than one of these is a UsageError that lists them: nothing is guessed.
+    """
+    if component is not None:
+        return _tensors(source, part_of(source.tree, component, source.location), component)
+    known = source.weights_trees()
+    if known:
+        name = "model" if "model" in known else known[0]
+        if name != "model" and len(known) > 1:
+            raise _ambiguous(source, known)
+        return _tensors(source, source.tree[name], name)
+    if _is_state_dict(source.tree):
+        return _tensors(source, source.tree, "")
+    usual = [name for name in _USUAL_NAMES if tensors_of(source.tree.get(name))]
+    if len(usual) == 1 or usual[:1] == ["model"]:
+        return _descend(source, usual[0])
+    candidates = usual or [str(name) for name, value in source.tree.items() if tensors_of(value)]
+    if len(candidates) == 1:
+        return _descend(source, candidates[0])
+    raise _ambiguous(source, candidates)
+
+
+def part_of(tree: Any, path: str, location: str = "") -> Any:
+    """Return the part of a tree at a dotted path. Keys may have dots themselves."""
+    if not path:
+        return tree
+    if isinstance(tree, Mapping):
+        for key in tree:
+            name = str(key)
+            if path == name:
+                return tree[key]
+            if path.startswith(f"{name}."):
+                return part_of(tree[key], path[len(name) + 1 :], location)
+    if isinstance(tree, list | tuple):
+        head, _, rest = path.partition(".")
+        if head.isdigit() and int(head) < len(tree):
+            return part_of(tree[int(head)], rest, location)
+    known = ", ".join(str(key) for key in list(tree)[:20]) if isinstance(tree, Mapping) else "no names"
+    raise UsageError(f"the source has nothing at '{path}'", file=location or None, advice=f"there: {known}")
+
+
+def _descend(source: Source, name: str) -> dict[str, TensorEntry]:
+    """Return the tensors of a part, or of what has a usual name in it, as in `{"state": {"model": ...}}`."""
+    part = source.tree[name]
+    if not _is_state_dict(part) and isinstance(part, Mapping):
+        inner = [usual for usual in _USUAL_NAMES if tensors_of(part.get(usual))]
+        if len(inner) == 1:
+            return _tensors(source, part[inner[0]], f"{name}.{inner[0]}")
+    return _tensors(source, part, name)
+
+
+def _is_state_dict(tree: Any) -> bool:
+    """Return whether a dict is the state dict of a model: tensors by dotted names, and extra states among them."""
+    if not isinstance(tree, Mapping) or not tree:
+        return False
+    return all(
+        isinstance(value, TensorEntry) or str(name).rpartition(".")[2] == "_extra_state" for name, value in tree.items()
+    )
+
+
+def _tensors(source: Source, part: Any, name: str) -> dict[str, TensorEntry]:
+    found = tensors_of(part)
+    if not found:
+        where = f"'{name}' has" if name else "the source has"
+        raise UsageError(f"{where} no tensors", file=source.location, advice="name the part with the model")
+    return found
+
+
+def _ambiguous(source: Source, candidates: list[str] | Any) -> UsageError:
+    listed = ", ".join(list(map(str, candidates))[:20]) or "none with tensors"
+    return UsageError(
+        "the source does not say which part of it is the model",
+        file=source.location,
+        advice=f"name it with component=; there are: {listed}",
+    )
