@@ -50,7 +50,7 @@ def write_folder(job: ExportJob, target: Path) -> None:
 
 
 def _leaves(value: Any, path: _Path) -> Iterator[tuple[_Path, Any]]:
-    """Yield what is stored by itself: every value in dicts, and in lists that hold tensors or dicts, as dcp.save does."""
+    """Yield what is stored by itself, as dcp.save does: values in dicts, and in lists that hold tensors or dicts."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _leaves(inner, (*path, str(key)))

@@ -19,6 +19,7 @@ ADVICE = (
 # checkpoint, and would take far more memory than its size.
 _FREE_CONTAINERS = 1 << 16
 _BYTES_PER_CONTAINER = 4
+_MAX_LINE_BYTES = 16 << 20
 
 
 class Global(NamedTuple):
@@ -56,7 +57,9 @@ class Record:
 
 
 class Truncated(CorruptCheckpointError):
-    """The data ends before the pickle does."""
+    """The data ends before the pickle does, which has at least `needed_bytes`."""
+
+    needed_bytes: int
 
 
 class Machine:
@@ -83,7 +86,7 @@ class Machine:
     def read(self, count: int) -> bytes:
         end = self.position + count
         if count < 0 or end > len(self.data):
-            raise Truncated(f"{count} bytes from byte {self.position} on are not there")
+            raise Truncated(f"{count} bytes from byte {self.position} on are not there", needed_bytes=end)
         piece = self.data[self.position : end]
         self.position = end
         return piece
@@ -92,9 +95,12 @@ class Machine:
         return form.unpack(self.read(form.size))[0]
 
     def line(self) -> bytes:
-        end = self.data.find(b"\n", self.position)
+        limit = self.position + _MAX_LINE_BYTES
+        end = self.data.find(b"\n", self.position, limit)
+        if end < 0 and limit <= len(self.data):
+            raise CorruptCheckpointError(f"the line at byte {self.position} of the pickle is too long")
         if end < 0:
-            raise Truncated("a line has no end")
+            raise Truncated("a line has no end", needed_bytes=len(self.data) + 1)
         piece = self.data[self.position : end]
         self.position = end + 1
         return piece

@@ -79,7 +79,7 @@ def _run(machine: Machine) -> Any:
         try:
             code = data[machine.position]
         except IndexError:
-            raise Truncated("the data ends before the pickle does") from None
+            raise Truncated("the data ends before the pickle does", needed_bytes=len(data) + 1) from None
         machine.position += 1
         if code == stop:
             return machine.pop()

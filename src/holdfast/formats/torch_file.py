@@ -36,6 +36,7 @@ _MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 _MAGIC_BYTES = _MAGIC_NUMBER.to_bytes(10, "little")
 _LEGACY_VERSION = 1001
 _FIRST_READ_BYTES = 1 << 20
+_MAX_LEGACY_BYTES = 128 << 20
 _STORAGE_TYPES = {
     "Double": "float64",
     "Float": "float32",
@@ -116,16 +117,16 @@ def _archive_prefix(members: Mapping[str, BinaryFile], file: BinaryFile) -> str 
 
 def _read_legacy(file: BinaryFile) -> Any:
     """Read the form without a zip file: five pickles one after the other, then the storages."""
-    limit = min(file.size_bytes, MAX_PICKLE_BYTES)
+    limit = min(file.size_bytes, _MAX_LEGACY_BYTES)
     size = min(limit, _FIRST_READ_BYTES)
     while True:
         try:
             return _legacy_tree(file, file.read(0, size))
-        except Truncated:
+        except Truncated as error:
             # How long the pickles are stands nowhere.
-            if size == limit:
+            if error.needed_bytes > limit:
                 raise
-            size = min(4 * size, limit)
+            size = min(max(4 * size, error.needed_bytes), limit)
 
 
 def _legacy_tree(file: BinaryFile, data: bytes) -> Any:
