@@ -42,8 +42,10 @@ def load_plain(
     A global that is not allowed is an UnsafeContentError that names it; data that is no pickle, or that would take far
     more memory than it has bytes, a CorruptCheckpointError.
     """
-    value, _ = load_first(data, 0, allowed=allowed, persistent=persistent, name=name)
-    return value
+    try:
+        return load_first(data, 0, allowed=allowed, persistent=persistent, name=name)[0]
+    except Truncated as error:
+        raise CorruptCheckpointError(error.problem, file=name) from None
 
 
 def load_first(

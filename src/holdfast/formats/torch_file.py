@@ -125,7 +125,7 @@ def _read_legacy(file: BinaryFile) -> Any:
         except Truncated as error:
             # How long the pickles are stands nowhere.
             if error.needed_bytes > limit:
-                raise
+                raise CorruptCheckpointError(error.problem, file=file.name) from None
             size = min(max(4 * size, error.needed_bytes), limit)
 
 
