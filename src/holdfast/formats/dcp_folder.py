@@ -40,12 +40,15 @@ def open_dcp(files: Mapping[str, BinaryFile], location: str) -> Source:
 
 
 def is_dcp(files: Mapping[str, BinaryFile]) -> bool:
-    """Return whether files are those of a DCP folder, from the start of its metadata."""
+    """Return whether files are those of a DCP folder, from the start of its metadata; where that is damaged, from the
+    files beside it."""
     if _METADATA not in files:
         return any(name.endswith(_METADATA) and name.startswith("__") for name in files)
     head = files[_METADATA]
     start = head.read(0, min(head.size_bytes, 256))
-    return start.startswith(b"\x80") and _METADATA_CLASS in start
+    if start.startswith(b"\x80") and _METADATA_CLASS in start:
+        return True
+    return any(name.endswith(".distcp") for name in files)
 
 
 class DCPSource(Source):

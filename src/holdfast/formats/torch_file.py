@@ -22,7 +22,7 @@ from holdfast.formats.source import Source
 from holdfast.formats.stand_ins import plain_globals
 from holdfast.formats.stored_tree import Storage, StoredTensor, finished_tree
 from holdfast.formats.torch_writing import write_torch
-from holdfast.formats.zip_file import is_zip, zip_members
+from holdfast.formats.zip_file import first_name, is_zip, zip_members
 from holdfast.ondisk.dtypes import ELEMENT_TYPES
 
 if TYPE_CHECKING:
@@ -56,6 +56,9 @@ _STORAGE_TYPES = {
 def is_torch(file: BinaryFile) -> bool:
     """Return whether a file is one of `torch.save`, from its content."""
     if is_zip(file):
+        # torch writes the pickle first: a file that was cut off is damaged, not unknown.
+        if first_name(file).rpartition("/")[2] == _PICKLE:
+            return True
         try:
             return _archive_prefix(zip_members(file), file) is not None
         except HoldfastError:

@@ -14,7 +14,7 @@ from holdfast.errors import CorruptCheckpointError, UnsafeContentError, Unsuppor
 from holdfast.formats.binary import BinaryFile
 from holdfast.ondisk.paths import safe_relative
 
-__all__ = ["ALIGNMENT_BYTES", "ZipWriter", "is_zip", "zip_members"]
+__all__ = ["ALIGNMENT_BYTES", "ZipWriter", "first_name", "is_zip", "zip_members"]
 
 ALIGNMENT_BYTES = 64
 _LOCAL = struct.Struct("<4s5H3I2H")
@@ -31,6 +31,15 @@ _ENCRYPTED = 1
 def is_zip(file: BinaryFile) -> bool:
     """Return whether a file starts as a zip file does."""
     return file.size_bytes >= _END.size and file.read(0, 4) == b"PK\x03\x04"
+
+
+def first_name(file: BinaryFile) -> str:
+    """Return the name of the first member of a zip file, empty where there is none."""
+    head = file.read(0, min(file.size_bytes, _LOCAL.size + 1024))
+    if len(head) < _LOCAL.size:
+        return ""
+    size = _LOCAL.unpack_from(head)[9]
+    return head[_LOCAL.size : _LOCAL.size + size].decode("utf-8", "replace")
 
 
 def zip_members(file: BinaryFile) -> dict[str, BinaryFile]:

@@ -129,6 +129,14 @@ def test_other_folders_are_not_taken_for_dcp(tmp_path: pathlib.Path) -> None:
     assert not DCPFormat().detects(tmp_path / ".metadata")
 
 
+def test_metadata_that_was_cut_off_is_damage(folder: pathlib.Path) -> None:
+    data = (folder / ".metadata").read_bytes()
+    for size in range(0, len(data), 7):
+        (folder / ".metadata").write_bytes(data[:size])
+        assert DCPFormat().detects(folder)
+        assert isinstance(refused(folder), CorruptCheckpointError)
+
+
 def test_metadata_of_each_rank_alone_is_refused_with_the_way_to_save(folder: pathlib.Path) -> None:
     (folder / ".metadata").rename(folder / "__0.metadata")
     assert DCPFormat().detects(folder)
