@@ -18,13 +18,14 @@ import torch
 FIRST_QUESTIONS = ("sync_save", "restore")
 ASYNC_QUESTIONS = ("async_save", "lost_time", "memory", "two_ranks")
 LIFE_QUESTIONS = ("agreement", "retention", "listing")
+FORMAT_QUESTIONS = ("load_weights",)
 GPU_QUESTIONS = ("gpu_save", "gpu_restore")
 
 
 def main() -> None:
     here = Path(__file__).parent
     gpu = GPU_QUESTIONS if torch.cuda.is_available() else ()
-    possible = FIRST_QUESTIONS + ASYNC_QUESTIONS + LIFE_QUESTIONS + gpu
+    possible = FIRST_QUESTIONS + ASYNC_QUESTIONS + LIFE_QUESTIONS + FORMAT_QUESTIONS + gpu
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("questions", nargs="*", default=possible, help=f"some of {', '.join(possible)}")
     parser.add_argument("--rounds", type=int, default=7)

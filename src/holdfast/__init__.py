@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     )
     from holdfast.formats.dcp.reader import HoldfastReader
     from holdfast.formats.dcp.writer import HoldfastWriter
+    from holdfast.formats.weights import build_model, load_weights
+    from holdfast.formats.weights_report import WeightsReport
     from holdfast.loading.strategy import LoadStrategy
     from holdfast.manager.checkpointer import AsyncCheckpointer
     from holdfast.manager.functions import (
@@ -102,6 +104,9 @@ _HOME = {
     "retention": "manager.functions",
     "resolve": "manager.functions",
     "verify": "manager.functions",
+    "build_model": "formats.weights",
+    "load_weights": "formats.weights",
+    "WeightsReport": "formats.weights_report",
     "HoldfastReader": "formats.dcp",
     "HoldfastWriter": "formats.dcp",
     **dict.fromkeys(

@@ -69,6 +69,10 @@ class OwnSource(Source):
         return [tree.name for tree in self.reader.trees if tree.kind == "module"]
 
     @property
+    def identity(self) -> str:
+        return self.checkpoint.digest
+
+    @property
     def config(self) -> Any:
         return self.checkpoint.config
 

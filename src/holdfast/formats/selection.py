@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from holdfast.errors import UsageError
 from holdfast.formats.source import Source, TensorEntry, tensors_of
 
-__all__ = ["find_weights", "part_of"]
+__all__ = ["find_extra_states", "find_weights", "part_of"]
 
 # What trainings call the model in the dict that they give to torch.save, in the order in which they are looked for.
 _USUAL_NAMES = ("model", "state_dict", "model_state_dict", "module", "model_state", "network", "net", "weights")
@@ -21,22 +21,41 @@ def find_weights(source: Source, component: str | None = None) -> dict[str, Tens
     what the format knows to be one, the whole source when that is nothing but tensors, or what has a usual name. More
     than one of these is a UsageError that lists them: nothing is guessed.
     """
+    name = _place_of_weights(source, component)
+    found = tensors_of(part_of(source.tree, name, source.location))
+    if not found:
+        where = f"'{name}' has" if name else "the source has"
+        raise UsageError(f"{where} no tensors", file=source.location, advice="name the part with the model")
+    return found
+
+
+def find_extra_states(source: Source, component: str | None = None) -> dict[str, Any]:
+    """Return the extra states of the model that are no tensors, by their names."""
+    part = part_of(source.tree, _place_of_weights(source, component), source.location)
+    if not isinstance(part, Mapping):
+        return {}
+    return {
+        str(name): value
+        for name, value in part.items()
+        if str(name).rpartition(".")[2] == "_extra_state" and not isinstance(value, TensorEntry)
+    }
+
+
+def _place_of_weights(source: Source, component: str | None) -> str:
+    """Return the path of the model in the source's tree."""
     if component is not None:
-        return _tensors(source, part_of(source.tree, component, source.location), component)
+        return component
     known = source.weights_trees()
     if known:
-        name = "model" if "model" in known else known[0]
-        if name != "model" and len(known) > 1:
-            raise _ambiguous(source, known)
-        return _tensors(source, source.tree[name], name)
+        if "model" in known or len(known) == 1:
+            return "model" if "model" in known else known[0]
+        raise _ambiguous(source, known)
     if _is_state_dict(source.tree):
-        return _tensors(source, source.tree, "")
+        return ""
     usual = [name for name in _USUAL_NAMES if tensors_of(source.tree.get(name))]
-    if len(usual) == 1 or usual[:1] == ["model"]:
-        return _descend(source, usual[0])
     candidates = usual or [str(name) for name, value in source.tree.items() if tensors_of(value)]
-    if len(candidates) == 1:
-        return _descend(source, candidates[0])
+    if len(candidates) == 1 or candidates[:1] == ["model"]:
+        return _innermost(source, candidates[0])
     raise _ambiguous(source, candidates)
 
 
@@ -59,14 +78,14 @@ def part_of(tree: Any, path: str, location: str = "") -> Any:
     raise UsageError(f"the source has nothing at '{path}'", file=location or None, advice=f"there: {known}")
 
 
-def _descend(source: Source, name: str) -> dict[str, TensorEntry]:
-    """Return the tensors of a part, or of what has a usual name in it, as in `{"state": {"model": ...}}`."""
+def _innermost(source: Source, name: str) -> str:
+    """Return the path of a part, or of what has a usual name in it, as in `{"state": {"model": ...}}`."""
     part = source.tree[name]
     if not _is_state_dict(part) and isinstance(part, Mapping):
         inner = [usual for usual in _USUAL_NAMES if tensors_of(part.get(usual))]
         if len(inner) == 1:
-            return _tensors(source, part[inner[0]], f"{name}.{inner[0]}")
-    return _tensors(source, part, name)
+            return f"{name}.{inner[0]}"
+    return name
 
 
 def _is_state_dict(tree: Any) -> bool:
@@ -78,16 +97,8 @@ def _is_state_dict(tree: Any) -> bool:
     )
 
 
-def _tensors(source: Source, part: Any, name: str) -> dict[str, TensorEntry]:
-    found = tensors_of(part)
-    if not found:
-        where = f"'{name}' has" if name else "the source has"
-        raise UsageError(f"{where} no tensors", file=source.location, advice="name the part with the model")
-    return found
-
-
-def _ambiguous(source: Source, candidates: list[str] | Any) -> UsageError:
-    listed = ", ".join(list(map(str, candidates))[:20]) or "none with tensors"
+def _ambiguous(source: Source, candidates: Sequence[str]) -> UsageError:
+    listed = ", ".join(candidates[:20]) or "none with tensors"
     return UsageError(
         "the source does not say which part of it is the model",
         file=source.location,

@@ -119,6 +119,11 @@ class Source(ABC):
         tensor. No tensor is read."""
 
     @property
+    def identity(self) -> str:
+        """What must be the same on all ranks that read one checkpoint together."""
+        return self.location
+
+    @property
     def config(self) -> Any:
         """The configuration that is stored with the weights, as plain values; None where there is none."""
         return None
