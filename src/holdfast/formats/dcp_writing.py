@@ -5,48 +5,46 @@ torch's own FileSystemWriter is not used: it keeps every tensor of a file in mem
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from holdfast.errors import UsageError
 from holdfast.formats.export import ExportItem, ExportJob
+from holdfast.formats.pickle_writing import Call, Instance, Pairs, Pickler
 from holdfast.formats.torch_writing import write_torch
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
 
 __all__ = ["write_folder"]
 
 _DEFAULT_SHARD_BYTES = 5 << 30
+_METADATA = "torch.distributed.checkpoint.metadata"
+_FILES = "torch.distributed.checkpoint.filesystem"
+_VERSION = "1.0.0"
 _Path = tuple[str | int, ...]
 
 
 def write_folder(job: ExportJob, target: Path) -> None:
     """Write the tree of a job as `dcp.save` would: each tensor and each value by its path, joined with dots."""
-    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-
     leaves = dict(_leaves(job.tree, ()))
     names = _flat_names(leaves)
     target.mkdir()
-    listed: dict[str, Any] = {}
-    places: dict[Any, Any] = {}
+    places: dict[str, Instance] = {}
     for number, shard in enumerate(_shards(names, job.max_shard_bytes or _DEFAULT_SHARD_BYTES)):
         file = f"__0_{number}.distcp"
         with (target / file).open("xb") as stream:
             for name, leaf in shard:
                 start = stream.tell()
                 write_torch(stream, leaf, job.pieces)
-                listed[name] = _storage_metadata(leaf)
-                index = MetadataIndex(name, (0,) * len(leaf.shape)) if isinstance(leaf, ExportItem) else None
-                place = _StorageInfo(file, start, stream.tell() - start)
-                places[index or MetadataIndex(name)] = place
-    metadata = Metadata(listed, {name: path for path, name in zip(leaves, names, strict=True)}, places, StorageMeta())
-    if hasattr(metadata, "version"):
-        metadata.version = CURRENT_DCP_VERSION
-    _write_metadata(metadata, target)
+                place = {"relative_path": file, "offset": start, "length": stream.tell() - start}
+                places[name] = Instance(_FILES, "_StorageInfo", place)
+    metadata = {
+        "state_dict_metadata": {name: _storage_metadata(leaf) for name, leaf in names.items()},
+        "planner_data": {name: path for path, name in zip(leaves, names, strict=True)},
+        "storage_data": Pairs((_index(name, names[name]), place) for name, place in places.items()),
+        "storage_meta": Instance(_METADATA, "StorageMeta", {"modules": []}),
+        "version": _VERSION,
+    }
+    (target / ".metadata").write_bytes(Pickler().dump(Instance(_METADATA, "Metadata", metadata)))
 
 
 def _leaves(value: Any, path: _Path) -> Iterator[tuple[_Path, Any]]:
@@ -93,22 +91,30 @@ def _shards(names: Mapping[str, Any], limit_bytes: int) -> Iterator[list[tuple[s
         yield shard
 
 
-def _storage_metadata(leaf: Any) -> Any:
+def _index(name: str, leaf: Any) -> Instance:
+    """Return the key of an item: its name and, for a tensor, its offsets in the whole, of which it is all."""
+    state: dict[str, Any] = {"fqn": name, "index": None}
+    if isinstance(leaf, ExportItem):
+        state |= {"index": 0, "offset": _size((0,) * len(leaf.shape))}
+    return Instance(_METADATA, "MetadataIndex", state)
+
+
+def _storage_metadata(leaf: Any) -> Instance:
     import torch
-    from torch.distributed.checkpoint.metadata import (
-        BytesStorageMetadata,
-        ChunkStorageMetadata,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
 
     if not isinstance(leaf, ExportItem):
-        return BytesStorageMetadata()
-    shape = torch.Size(leaf.shape)
-    chunk = ChunkStorageMetadata(torch.Size((0,) * len(shape)), shape)
-    return TensorStorageMetadata(TensorProperties(dtype=getattr(torch, leaf.dtype)), shape, [chunk])
+        return Instance(_METADATA, "BytesStorageMetadata", {})
+    layout = Call("torch.serialization", "_get_layout", ("torch.strided",))
+    encoding = Call(_METADATA, "_MEM_FORMAT_ENCODING", (0,))
+    properties = (getattr(torch, leaf.dtype), layout, False, encoding, False)
+    chunk = {"offsets": _size((0,) * len(leaf.shape)), "sizes": _size(leaf.shape)}
+    tensor = {
+        "properties": Instance(_METADATA, "TensorProperties", properties),
+        "size": _size(leaf.shape),
+        "chunks": [Instance(_METADATA, "ChunkStorageMetadata", chunk)],
+    }
+    return Instance(_METADATA, "TensorStorageMetadata", tensor)
 
 
-def _write_metadata(metadata: Metadata, target: Path) -> None:
-    with (target / ".metadata").open("xb") as stream:
-        pickle.dump(metadata, stream, protocol=4)
+def _size(shape: tuple[int, ...]) -> Call:
+    return Call("torch", "Size", (shape,))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import codecs
-import pickle
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
 from holdfast.errors import CorruptCheckpointError, UnsafeContentError
+from holdfast.formats import pickle_codes as codes
 from holdfast.formats.pickle_machine import ADVICE, Machine, Record
 
 __all__ = ["OPERATIONS"]
@@ -48,26 +48,24 @@ def _operations_of_values() -> None:
     def long_of(data: bytes) -> int:
         return int.from_bytes(data, "little", signed=True)
 
-    for code, value in ((pickle.NONE, None), (pickle.NEWTRUE, True), (pickle.NEWFALSE, False), (b")", ())):
+    for code, value in ((codes.NONE, None), (codes.NEWTRUE, True), (codes.NEWFALSE, False), (b")", ())):
         _operation(code)(constant(value))
-    for code, form in ((pickle.BININT, i4), (pickle.BININT1, u1), (pickle.BININT2, u2), (pickle.BINFLOAT, f8)):
+    for code, form in ((codes.BININT, i4), (codes.BININT1, u1), (codes.BININT2, u2), (codes.BINFLOAT, f8)):
         _operation(code)(number(form))
-    for code, form in ((pickle.SHORT_BINUNICODE, u1), (pickle.BINUNICODE, u4), (pickle.BINUNICODE8, u8)):
+    for code, form in ((codes.SHORT_BINUNICODE, u1), (codes.BINUNICODE, u4), (codes.BINUNICODE8, u8)):
         _operation(code)(sized(form, lambda data: data.decode("utf-8", "surrogatepass")))
-    for code, form in ((pickle.SHORT_BINBYTES, u1), (pickle.BINBYTES, u4), (pickle.BINBYTES8, u8)):
+    for code, form in ((codes.SHORT_BINBYTES, u1), (codes.BINBYTES, u4), (codes.BINBYTES8, u8)):
         _operation(code)(sized(form, bytes))
-    for code, form in ((pickle.LONG1, u1), (pickle.LONG4, u4)):
+    for code, form in ((codes.LONG1, u1), (codes.LONG4, u4)):
         _operation(code)(sized(form, long_of))
-    for code, form in ((pickle.SHORT_BINSTRING, u1), (pickle.BINSTRING, u4)):
+    for code, form in ((codes.SHORT_BINSTRING, u1), (codes.BINSTRING, u4)):
         _operation(code)(sized(form, _text_of_python_2))
-    _operation(pickle.BYTEARRAY8)(sized(u8, bytearray))
-    _operation(pickle.INT)(
-        line(lambda text: {b"00": False, b"01": True}[text] if text in (b"00", b"01") else int(text))
-    )
-    _operation(pickle.LONG)(line(lambda text: int(text.removesuffix(b"L"))))
-    _operation(pickle.FLOAT)(line(float))
-    _operation(pickle.UNICODE)(line(lambda text: text.decode("raw-unicode-escape", "surrogatepass")))
-    _operation(pickle.STRING)(line(_quoted_text))
+    _operation(codes.BYTEARRAY8)(sized(u8, bytearray))
+    _operation(codes.INT)(line(lambda text: {b"00": False, b"01": True}[text] if text in (b"00", b"01") else int(text)))
+    _operation(codes.LONG)(line(lambda text: int(text.removesuffix(b"L"))))
+    _operation(codes.FLOAT)(line(float))
+    _operation(codes.UNICODE)(line(lambda text: text.decode("raw-unicode-escape", "surrogatepass")))
+    _operation(codes.STRING)(line(_quoted_text))
 
 
 def _text_of_python_2(data: bytes) -> str | bytes:
@@ -86,19 +84,19 @@ def _quoted_text(text: bytes) -> str | bytes:
 _operations_of_values()
 
 
-@_operation(pickle.PROTO)
+@_operation(codes.PROTO)
 def _protocol(machine: Machine) -> None:
     machine.protocol = machine.read(1)[0]
-    if machine.protocol > pickle.HIGHEST_PROTOCOL:
+    if machine.protocol > codes.HIGHEST_PROTOCOL:
         raise CorruptCheckpointError(f"there is no pickle protocol {machine.protocol}")
 
 
-@_operation(pickle.FRAME)
+@_operation(codes.FRAME)
 def _frame(machine: Machine) -> None:
     machine.read(8)
 
 
-@_operation(pickle.MARK)
+@_operation(codes.MARK)
 def _mark(machine: Machine) -> None:
     machine.containers_left -= 1
     if machine.containers_left < 0:
@@ -107,7 +105,7 @@ def _mark(machine: Machine) -> None:
     machine.stack = []
 
 
-@_operation(pickle.POP)
+@_operation(codes.POP)
 def _pop(machine: Machine) -> None:
     if machine.stack:
         machine.stack.pop()
@@ -115,34 +113,34 @@ def _pop(machine: Machine) -> None:
         machine.pop_mark()
 
 
-@_operation(pickle.POP_MARK)
+@_operation(codes.POP_MARK)
 def _pop_to_mark(machine: Machine) -> None:
     machine.pop_mark()
 
 
-@_operation(pickle.DUP)
+@_operation(codes.DUP)
 def _duplicate(machine: Machine) -> None:
     machine.stack.append(machine.top())
 
 
-@_operation(pickle.EMPTY_DICT)
+@_operation(codes.EMPTY_DICT)
 def _empty_dict(machine: Machine) -> None:
     machine.made({})
 
 
-@_operation(pickle.EMPTY_LIST)
+@_operation(codes.EMPTY_LIST)
 def _empty_list(machine: Machine) -> None:
     machine.made([])
 
 
-@_operation(pickle.EMPTY_SET)
+@_operation(codes.EMPTY_SET)
 def _empty_set(machine: Machine) -> None:
     machine.made(set(), weight=4)
 
 
-@_operation(pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
+@_operation(codes.TUPLE1, codes.TUPLE2, codes.TUPLE3)
 def _short_tuple(machine: Machine) -> None:
-    count = machine.data[machine.position - 1] - pickle.TUPLE1[0] + 1
+    count = machine.data[machine.position - 1] - codes.TUPLE1[0] + 1
     if len(machine.stack) < count:
         raise CorruptCheckpointError("the pickle takes values that are not there")
     items = tuple(machine.stack[-count:])
@@ -150,38 +148,38 @@ def _short_tuple(machine: Machine) -> None:
     machine.made(items)
 
 
-@_operation(pickle.TUPLE)
+@_operation(codes.TUPLE)
 def _tuple(machine: Machine) -> None:
     items = machine.pop_mark()
     machine.made(tuple(items))
 
 
-@_operation(pickle.LIST)
+@_operation(codes.LIST)
 def _list(machine: Machine) -> None:
     items = machine.pop_mark()
     machine.made(items)
 
 
-@_operation(pickle.DICT)
+@_operation(codes.DICT)
 def _dict(machine: Machine) -> None:
     items = machine.pop_mark()
     machine.made({})
     _set_items(machine.stack[-1], items)
 
 
-@_operation(pickle.FROZENSET)
+@_operation(codes.FROZENSET)
 def _frozenset(machine: Machine) -> None:
     items = machine.pop_mark()
     machine.made(frozenset(map(_key, items)), weight=4)
 
 
-@_operation(pickle.APPEND)
+@_operation(codes.APPEND)
 def _append(machine: Machine) -> None:
     item = machine.pop()
     _extend(machine.top(), [item])
 
 
-@_operation(pickle.APPENDS)
+@_operation(codes.APPENDS)
 def _appends(machine: Machine) -> None:
     items = machine.pop_mark()
     _extend(machine.top(), items)
@@ -193,14 +191,14 @@ def _extend(target: Any, items: list[Any]) -> None:
     target.extend(items)
 
 
-@_operation(pickle.SETITEM)
+@_operation(codes.SETITEM)
 def _set_item(machine: Machine) -> None:
     value = machine.pop()
     key = machine.pop()
     _set_items(machine.top(), [key, value])
 
 
-@_operation(pickle.SETITEMS)
+@_operation(codes.SETITEMS)
 def _set_many(machine: Machine) -> None:
     items = machine.pop_mark()
     _set_items(machine.top(), items)
@@ -215,7 +213,7 @@ def _set_items(target: Any, items: list[Any]) -> None:
         target[_key(items[place])] = items[place + 1]
 
 
-@_operation(pickle.ADDITEMS)
+@_operation(codes.ADDITEMS)
 def _add_items(machine: Machine) -> None:
     items = machine.pop_mark()
     target = machine.top()
@@ -239,48 +237,48 @@ def _key(value: Any) -> Any:
     return value
 
 
-@_operation(pickle.GET)
+@_operation(codes.GET)
 def _get_line(machine: Machine) -> None:
     machine.stack.append(machine.memo[int(machine.line())])
 
 
-@_operation(pickle.BINGET)
+@_operation(codes.BINGET)
 def _get(machine: Machine) -> None:
     machine.stack.append(machine.memo[machine.read(1)[0]])
 
 
-@_operation(pickle.LONG_BINGET)
+@_operation(codes.LONG_BINGET)
 def _get_long(machine: Machine) -> None:
     machine.stack.append(machine.memo[int.from_bytes(machine.read(4), "little")])
 
 
-@_operation(pickle.PUT)
+@_operation(codes.PUT)
 def _put_line(machine: Machine) -> None:
     machine.memo[int(machine.line())] = machine.top()
 
 
-@_operation(pickle.BINPUT)
+@_operation(codes.BINPUT)
 def _put(machine: Machine) -> None:
     machine.memo[machine.read(1)[0]] = machine.top()
 
 
-@_operation(pickle.LONG_BINPUT)
+@_operation(codes.LONG_BINPUT)
 def _put_long(machine: Machine) -> None:
     machine.memo[int.from_bytes(machine.read(4), "little")] = machine.top()
 
 
-@_operation(pickle.MEMOIZE)
+@_operation(codes.MEMOIZE)
 def _memoize(machine: Machine) -> None:
     machine.memo[len(machine.memo)] = machine.top()
 
 
-@_operation(pickle.GLOBAL)
+@_operation(codes.GLOBAL)
 def _global(machine: Machine) -> None:
     module = machine.line().decode()
     machine.stack.append(machine.find(module, machine.line().decode()))
 
 
-@_operation(pickle.STACK_GLOBAL)
+@_operation(codes.STACK_GLOBAL)
 def _stack_global(machine: Machine) -> None:
     name, module = machine.pop(), machine.pop()
     if type(name) is not str or type(module) is not str:
@@ -288,26 +286,26 @@ def _stack_global(machine: Machine) -> None:
     machine.stack.append(machine.find(module, name))
 
 
-@_operation(pickle.REDUCE, pickle.NEWOBJ)
+@_operation(codes.REDUCE, codes.NEWOBJ)
 def _reduce(machine: Machine) -> None:
     arguments = machine.pop()
     machine.call(machine.pop(), arguments)
 
 
-@_operation(pickle.INST)
+@_operation(codes.INST)
 def _instance(machine: Machine) -> None:
     module = machine.line().decode()
     function = machine.find(module, machine.line().decode())
     machine.call(function, tuple(machine.pop_mark()))
 
 
-@_operation(pickle.OBJ)
+@_operation(codes.OBJ)
 def _object(machine: Machine) -> None:
     function, *arguments = machine.pop_mark() or [None]
     machine.call(function, tuple(arguments))
 
 
-@_operation(pickle.BUILD)
+@_operation(codes.BUILD)
 def _build(machine: Machine) -> None:
     state = machine.pop()
     target = machine.top()
@@ -321,14 +319,14 @@ def _build(machine: Machine) -> None:
         raise CorruptCheckpointError(f"the pickle sets the state of a {type(target).__name__}")
 
 
-@_operation(pickle.BINPERSID)
+@_operation(codes.BINPERSID)
 def _persistent(machine: Machine) -> None:
     if machine.persistent is None:
         raise CorruptCheckpointError("the pickle refers to something outside of it")
     machine.stack.append(machine.persistent(machine.pop()))
 
 
-@_operation(pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER, pickle.PERSID)
+@_operation(codes.EXT1, codes.EXT2, codes.EXT4, codes.NEXT_BUFFER, codes.READONLY_BUFFER, codes.PERSID)
 def _outside(machine: Machine) -> None:
     code = machine.data[machine.position - 1]
     raise UnsafeContentError(
@@ -336,7 +334,7 @@ def _outside(machine: Machine) -> None:
     )
 
 
-@_operation(pickle.NEWOBJ_EX)
+@_operation(codes.NEWOBJ_EX)
 def _new_with_keywords(machine: Machine) -> None:
     keywords, arguments = machine.pop(), machine.pop()
     if keywords:

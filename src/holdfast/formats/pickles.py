@@ -8,12 +8,12 @@ value to a `Record` and to nothing else, and what is made is counted against the
 
 from __future__ import annotations
 
-import pickle
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from holdfast.errors import CorruptCheckpointError, HoldfastError
+from holdfast.formats import pickle_codes as codes
 from holdfast.formats.pickle_machine import Machine, Record, Truncated
 from holdfast.formats.pickle_operations import OPERATIONS
 
@@ -76,7 +76,7 @@ def load_first(
 
 
 def _run(machine: Machine) -> Any:
-    operations, data, stop = OPERATIONS, machine.data, pickle.STOP[0]
+    operations, data, stop = OPERATIONS, machine.data, codes.STOP[0]
     while True:
         try:
             code = data[machine.position]

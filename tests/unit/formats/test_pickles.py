@@ -103,7 +103,8 @@ def test_only_globals_of_the_table_are_called() -> None:
 def test_state_is_given_to_records_alone() -> None:
     record = load(b"ca\nb\n)R}X\x01\x00\x00\x00xK\x01sb.", {("a", "b"): Record.named("thing")})
     assert (record.kind, record.arguments, record.state) == ("thing", (), {"x": 1})
-    for target in (b"ca\nb\n", b"]", b"}", b"K\x01"):
+    given_twice = b"ca\nb\n)RK\x01b"
+    for target in (given_twice, b"ca\nb\n", b"]", b"}", b"K\x01"):
         with pytest.raises(CorruptCheckpointError, match="sets the state of"):
             load(target + b"}X\x08\x00\x00\x00__dict__K\x01sb.", {("a", "b"): Record.named("thing")})
 
