@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from holdfast.errors import CorruptCheckpointError, UnsafeContentError
 
-__all__ = ["ADVICE", "Global", "Machine", "Record", "Refused", "Truncated"]
+__all__ = ["ADVICE", "Global", "Machine", "Record", "Refused", "Truncated", "cheap_key"]
 
 ADVICE = (
     "only tensors and plain values are read; if you trust the file, load it with the tool that wrote it and save a "
@@ -20,6 +20,7 @@ ADVICE = (
 _FREE_CONTAINERS = 1 << 16
 _BYTES_PER_CONTAINER = 4
 _MAX_LINE_BYTES = 16 << 20
+_MAX_KEY_PARTS = 1000
 
 
 class Global(NamedTuple):
@@ -149,3 +150,18 @@ class Machine:
         if not isinstance(function, Global) or type(arguments) is not tuple:
             raise CorruptCheckpointError(f"the pickle calls what is no global, at byte {self.position - 1}")
         self.made(function.target(*arguments))
+
+
+def cheap_key(value: Any) -> Any:
+    """Return a key if it is cheap to hash: shared tuples in tuples take forever, deep ones overflow the stack."""
+    if type(value) is tuple:
+        left = _MAX_KEY_PARTS
+        parts = [value]
+        while parts:
+            part = parts.pop()
+            left -= 1
+            if left < 0:
+                raise CorruptCheckpointError("the key of a dict is too large")
+            if type(part) is tuple:
+                parts.extend(part[: left + 1])
+    return value

@@ -10,11 +10,10 @@ from typing import Any
 
 from holdfast.errors import CorruptCheckpointError, UnsafeContentError
 from holdfast.formats import pickle_codes as codes
-from holdfast.formats.pickle_machine import ADVICE, Machine, Record
+from holdfast.formats.pickle_machine import ADVICE, Machine, Record, cheap_key
 
 __all__ = ["OPERATIONS"]
 
-_MAX_KEY_PARTS = 1000
 _Operation = Callable[[Machine], None]
 OPERATIONS: list[_Operation | None] = [None] * 256
 
@@ -170,7 +169,7 @@ def _dict(machine: Machine) -> None:
 @_operation(codes.FROZENSET)
 def _frozenset(machine: Machine) -> None:
     items = machine.pop_mark()
-    machine.made(frozenset(map(_key, items)), weight=4)
+    machine.made(frozenset(map(cheap_key, items)), weight=4)
 
 
 @_operation(codes.APPEND)
@@ -210,7 +209,7 @@ def _set_items(target: Any, items: list[Any]) -> None:
     if type(target) not in (dict, OrderedDict, defaultdict, Counter) or len(items) % 2:
         raise CorruptCheckpointError(f"the pickle sets {len(items)} items of a {type(target).__name__}")
     for place in range(0, len(items), 2):
-        target[_key(items[place])] = items[place + 1]
+        target[cheap_key(items[place])] = items[place + 1]
 
 
 @_operation(codes.ADDITEMS)
@@ -219,22 +218,7 @@ def _add_items(machine: Machine) -> None:
     target = machine.top()
     if type(target) is not set:
         raise CorruptCheckpointError(f"the pickle adds to a {type(target).__name__}")
-    target.update(map(_key, items))
-
-
-def _key(value: Any) -> Any:
-    """Return a key if it is cheap to hash: shared tuples in tuples take forever, deep ones overflow the stack."""
-    if type(value) is tuple:
-        left = _MAX_KEY_PARTS
-        parts = [value]
-        while parts:
-            part = parts.pop()
-            left -= 1
-            if left < 0:
-                raise CorruptCheckpointError("the key of a dict is too large")
-            if type(part) is tuple:
-                parts.extend(part[: left + 1])
-    return value
+    target.update(map(cheap_key, items))
 
 
 @_operation(codes.GET)

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import CorruptCheckpointError
-from holdfast.formats.pickle_machine import Global, Record, Refused
+from holdfast.formats.pickle_machine import Global, Record, Refused, cheap_key
 
 if TYPE_CHECKING:
     import numpy
@@ -151,14 +151,12 @@ def _not_called(name: str) -> Callable[..., Any]:
 
 
 def _items(arguments: tuple[Any, ...]) -> list[Any]:
-    """Return the items of a set that is made from a list, if all of them are plain and can be hashed cheaply."""
+    """Return the items of a set that is made from a list, if all of them can be hashed cheaply."""
     if not arguments:
         return []
     if len(arguments) != 1 or type(arguments[0]) not in (list, tuple):
         raise CorruptCheckpointError("a set of the pickle is not made from a list")
-    if any(type(item) not in (str, int, float, bool, bytes, complex, type(None)) for item in arguments[0]):
-        raise CorruptCheckpointError("a set of the pickle holds what is no plain value")
-    return list(arguments[0])
+    return list(map(cheap_key, arguments[0]))
 
 
 def _ordered_dict(*arguments: Any) -> OrderedDict[Any, Any]:

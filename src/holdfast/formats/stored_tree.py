@@ -110,6 +110,8 @@ class _Finish:
             return self._dict(value, path)
         if type(value) in (list, tuple):
             return type(value)(self.value(inner, _joined(path, place)) for place, inner in enumerate(value))
+        if type(value) in (set, frozenset):
+            return type(value)(map(_plain_key, value))
         if type(value) is deque:
             return deque((self.value(inner, _joined(path, place)) for place, inner in enumerate(value)), value.maxlen)
         if type(value) is Record:
@@ -144,9 +146,9 @@ def _joined(path: str, key: object) -> str:
 
 
 def _plain_key(key: Any) -> Any:
-    """Return a key of a dict if it is a plain value, or a tuple of such."""
-    if type(key) is tuple:
-        return tuple(map(_plain_key, key))
+    """Return a key of a dict, or an item of a set, if it is a plain value or a tuple of such."""
+    if type(key) in (tuple, frozenset):
+        return type(key)(map(_plain_key, key))
     if type(key) in (str, int, float, bool, type(None), bytes, complex):
         return key
-    raise CorruptCheckpointError(f"the key of a dict is a {type(key).__name__}")
+    raise CorruptCheckpointError(f"the key of a dict or an item of a set is a {type(key).__name__}")

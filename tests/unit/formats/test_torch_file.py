@@ -123,7 +123,7 @@ def test_tied_tensors_are_one_entry_under_two_names(zipped: bool, tmp_path: path
 
 VALUES = {
     "plain": [1, 2.5, "x", None, True, (1, (2,)), {"a": {1: 2}}],
-    "sets": [{1, 2}, frozenset(("a",))],
+    "sets": [{1, 2}, frozenset(("a",)), {(1, 2)}],
     "bytes": [b"ab\xff", bytearray(b"z"), 2 + 3j, slice(1, None, 2), range(3)],
     "torch": [torch.Size([1, 2]), torch.device("cuda", 1), torch.device("cpu"), torch.bfloat16, torch.strided],
     "collections": [collections.Counter("aab"), collections.deque([1, 2], 5), collections.OrderedDict(b=1, a=2)],
