@@ -142,6 +142,13 @@ def test_members_that_share_bytes_are_refused(tmp_path: Path) -> None:
         members_of(bytes(data), tmp_path)
 
 
+def test_a_member_that_reaches_into_the_directory_is_damage(tmp_path: Path) -> None:
+    data = bytearray(written({"a/one": b"1"}))
+    struct.pack_into("<II", data, data.index(b"PK\x01\x02") + 20, 20, 20)
+    with pytest.raises(CorruptCheckpointError, match="reaches into its directory"):
+        members_of(bytes(data), tmp_path)
+
+
 def test_compressed_members_are_refused(tmp_path: Path) -> None:
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
