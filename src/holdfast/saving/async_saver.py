@@ -37,7 +37,7 @@ __all__ = ["AsyncSaver", "StagedSave"]
 
 logger = logging.getLogger("holdfast")
 
-_PARTING_SECONDS = 5.0
+_CLOSING_SECONDS = 5.0
 _LONGEST_SECONDS = 1e9
 
 
@@ -128,7 +128,7 @@ class AsyncSaver:
         ranks, self._background_ranks = self._background_ranks, None
         if ranks is not None:
             with contextlib.suppress(Exception):
-                ranks.part(_PARTING_SECONDS)
+                ranks.close(_CLOSING_SECONDS)
 
     def _stage(self, agreed: AgreedSave, pending: PendingSave, handoff: WriterHandoff) -> None:
         own, memory = self._agreement.rank_plan(agreed), agreed.captured.memory
