@@ -28,7 +28,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import holdfast
 from holdfast.errors import RankError, SaveFailedError, SaveUncertainError, StorageError, UsageError
 from holdfast.ranks.base import Ranks
-from holdfast.ranks.store import torch_ranks
+from holdfast.ranks.torch_store import torch_ranks
 from holdfast.runs.catalog import Catalog
 from holdfast.saving.pipeline import Saver
 from holdfast.saving.request import SaveRequest
@@ -190,8 +190,8 @@ class Counting:
     def branch(self, name: str) -> Ranks:
         return self.inner.branch(name)
 
-    def part(self, seconds: float) -> None:
-        self.inner.part(seconds)
+    def close(self, seconds: float) -> None:
+        self.inner.close(seconds)
 
 
 def agreements_of_each_save(rank: int, folder: Path) -> Any:

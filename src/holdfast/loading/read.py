@@ -18,6 +18,7 @@ from holdfast.ondisk.manifest import TensorRecord
 from holdfast.ondisk.regions import Box, span_of, strides_of
 from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.report import Problem
+from holdfast.state.devices import ACCELERATORS
 from holdfast.state.memory import prefer_huge_pages
 from holdfast.state.tensors import is_dense, torch_dtype
 
@@ -109,9 +110,9 @@ def _devices_that_check(requests: Sequence[Request]) -> list[torch.device]:
     """Return the devices that get so many bytes that checking them there saves time."""
     sizes: dict[torch.device, int] = {}
     for request in requests:
-        if request.fresh and request.target.is_cuda:
+        if request.fresh and not request.target.is_cpu:
             sizes[request.target.device] = sizes.get(request.target.device, 0) + request.target.nbytes
-    return [device for device, size in sizes.items() if size >= _DEVICE_CHECKS_FROM_BYTES]
+    return [device for device in ACCELERATORS.among(sizes) if sizes[device] >= _DEVICE_CHECKS_FROM_BYTES]
 
 
 def _scattered(leaf: TensorRecord, overlap: Overlap, whole_target: torch.Tensor, once: bool) -> Iterator[Job]:
