@@ -58,6 +58,10 @@ class BinaryFile:
             )
         return BinaryFile(self._opened, self._start + start, size_bytes, f"{self.name}:{name}")
 
+    def place_in(self, whole: BinaryFile) -> int:
+        """Return where this part starts in a file that it is a part of."""
+        return self._start - whole._start
+
     def read(self, start: int, size_bytes: int) -> bytes:
         """Return a range of bytes. A range that leaves the file, or a file that has become shorter, is damage."""
         self._require(start, size_bytes)
