@@ -16,6 +16,7 @@ __all__ = [
     "frozen_rename",
     "is_by_component",
     "plain_rename",
+    "rename_entries",
     "rename_in_words",
     "renamed",
 ]
@@ -70,7 +71,7 @@ class Renamer:
         """Return the old name by the new one, without those that are dropped. Two that become one are an error."""
         found: dict[str, str] = {}
         for name in names:
-            new = self._change(name)
+            new = self._of(name)
             if new is None:
                 continue
             if not isinstance(new, str) or not new:
@@ -82,6 +83,12 @@ class Renamer:
                 )
             found[new] = name
         return found
+
+    def _of(self, name: str) -> str | None:
+        try:
+            return self._change(name)
+        except Exception as error:  # code of the user
+            raise UsageError(f"rename raised {type(error).__name__} for '{name}': {error}") from error
 
 
 def renamed(names: Collection[str], rename: Rename | None) -> Renamed:
@@ -122,6 +129,11 @@ def frozen_rename(rename: object) -> Any:
 def is_by_component(rename: object) -> bool:
     """Return whether a frozen rule is a mapping of components to rules."""
     return isinstance(rename, NameMap) and any(not isinstance(rule, str | None) for rule in rename.values())
+
+
+def rename_entries(rename: Rename | None) -> list[str]:
+    """Return the entries of one rule, each of which must match something; a function has none."""
+    return [] if rename is None else sorted(Renamer(rename).unused)
 
 
 def plain_rename(rename: object) -> Any:
