@@ -8,7 +8,7 @@ none is.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from holdfast.errors import UsageError
@@ -31,13 +31,14 @@ _Rule = tuple[str, str]
 @dataclass(frozen=True, slots=True)
 class Differences:
     """What does not fit: names of leaves that only one side has, and texts about leaves that both have. `saved` are all
-    leaves of the checkpoint, `models` the components that are models."""
+    leaves of the checkpoint, `models` and `optimizers` the components that are such."""
 
     missing: Sequence[str]
     unexpected: Sequence[str]
     mismatched: Sequence[str]
     saved: Collection[str]
     models: Sequence[str]
+    optimizers: Sequence[str] = ()
 
     def of_model(self, names: Collection[str], model: str) -> list[str]:
         """Return the names of one model's leaves, without the component in front."""
@@ -147,14 +148,15 @@ def _rules(old: str, new: str) -> Iterator[_Rule]:
     before, after = _common(parts, others)
     if before + after == 0:
         return
-    start, end = ".".join(parts[:before]), ".".join(parts[len(parts) - after :])
+    start, end = ".".join(parts[:before]), parts[len(parts) - after :]
     was, now = (".".join(some[before : len(some) - after]) for some in (parts, others))
     if was and before and after:
         yield f"*.{was}.*", f"*.{now}.*" if now else "*.*"
     elif was and before and now:
         yield f"*.{was}", f"*.{now}"
-    tail = ["*"] if end else []
-    yield ".".join(filter(None, [start, was, *tail])), ".".join(filter(None, [start, now, *tail]))
+    # Anything that follows, or only what begins with the same part.
+    for tail in (["*"] if end else [], [end[0], "*"] if len(end) > 1 else end):
+        yield ".".join(filter(None, [start, was, *tail])), ".".join(filter(None, [start, now, *tail]))
     yield old, new
 
 
@@ -170,7 +172,10 @@ def _common(parts: Sequence[str], others: Sequence[str]) -> tuple[int, int]:
 def _globs(found: Differences, leaves: Sequence[str]) -> list[str]:
     """Return few globs that match these leaves and no other; none where that takes too many, or where nothing of a
     model would be left."""
-    others = {name for name in found.saved if name not in set(leaves)}
+    if not all("." in leaf for leaf in leaves):
+        return []
+    chosen = set(leaves)
+    others = {name for name in found.saved if name not in chosen}
     globs: dict[str, None] = {}
     for model in found.models:
         own = [leaf for leaf in leaves if leaf.partition(".")[0].partition("@")[0] == model]
@@ -179,8 +184,11 @@ def _globs(found: Differences, leaves: Sequence[str]) -> list[str]:
         globs |= dict.fromkeys(_covering(leaf, others) for leaf in own)
     inner = [glob.partition(".")[2] for glob in globs]
     for leaf in leaves:
-        if leaf.partition(".")[0].partition("@")[0] not in found.models:
+        component = leaf.partition(".")[0].partition("@")[0]
+        if component in found.optimizers:
             globs[_of_state(leaf, inner) or f"{leaf}*"] = None
+        elif component not in found.models:
+            return []
     return list(globs) if len(globs) <= _MAX_ENTRIES else []
 
 

@@ -6,7 +6,7 @@ What does not fit is an error that names everything at once, before any live obj
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -87,7 +87,7 @@ def judge(reports: Sequence[MatchReport], request: LoadRequest, checkpoint: Chec
         raise UsageError(f"exclude={useless[0]!r} matches no leaf", step=checkpoint.step)
     if request.globs_must_match:
         _require_rules(strategy, reports, checkpoint.step)
-    misfits = _Misfits(checkpoint, strategy, missing, unexpected, _models(reports))
+    misfits = _Misfits(checkpoint, strategy, missing, unexpected, _by_kind(reports))
     if mismatched or (strategy.strict and (missing or unexpected)):
         raise StateMismatchError(
             "checkpoint and live objects do not fit together",
@@ -208,7 +208,7 @@ class _Misfits:
     strategy: LoadStrategy
     missing: Sequence[str]
     unexpected: Sequence[str]
-    models: Sequence[str]
+    components: Mapping[str, Sequence[str]]
 
     def to_paste(self, mismatched: Sequence[str] = ()) -> str:
         """Return the arguments that would let the restore through, ready to paste; an empty text where that is not
@@ -219,7 +219,8 @@ class _Misfits:
             self.unexpected if strict or not mismatched else (),
             mismatched,
             {tensor.name for tensor in self.checkpoint.manifest.tensors},
-            self.models,
+            self.components.get("module", ()),
+            self.components.get("optimizer", ()),
         )
         text = suggestion(found, may_rename=self.strategy.rename is None)
         if not text:
@@ -270,9 +271,10 @@ class _Misfits:
         )
 
 
-def _models(reports: Sequence[MatchReport]) -> list[str]:
-    """Return the components that are models, on any rank."""
-    return sorted({share.component for report in reports for share in report.shares if share.kind == "module"})
+def _by_kind(reports: Sequence[MatchReport]) -> dict[str, list[str]]:
+    """Return the components of all ranks by their kind."""
+    kinds = sorted({(share.component, share.kind) for report in reports for share in report.shares})
+    return {kind: [name for name, one in kinds if one == kind] for _, kind in kinds}
 
 
 def _advice(strategy: LoadStrategy, *, one_sided: bool, mismatched: bool) -> str:
