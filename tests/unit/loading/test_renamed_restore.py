@@ -410,16 +410,20 @@ def test_another_shape_is_not_excused_by_a_cast(tmp_path: Path) -> None:
     assert "model.a.weight: float32 [3, 3] in the checkpoint, float64 [7, 3] now" in text
 
 
-def test_the_tensors_of_a_dict_are_converted_in_their_own_memory(tmp_path: Path) -> None:
-    saved(tmp_path, {"model": Net("a"), "ema": {"w": torch.randn(6), "n": torch.arange(3)}})
+@pytest.mark.parametrize("wrapper", [dict, holdfast.PerRank])
+def test_the_tensors_of_a_dict_are_converted_in_their_own_memory(tmp_path: Path, wrapper: Any) -> None:
+    saved(tmp_path, {"model": Net("a"), "ema": wrapper({"w": torch.randn(6), "n": torch.arange(3)})})
     own = torch.zeros(6, dtype=torch.bfloat16)
-    state = {"model": Net("a", 9), "ema": {"w": own, "n": torch.zeros(3, dtype=torch.int64)}}
-    with pytest.raises(StateMismatchError, match=r"ema\.w"):
+    live = {"w": own, "n": torch.zeros(3, dtype=torch.int64)}
+    state = {"model": Net("a", 9), "ema": holdfast.PerRank(live) if wrapper is holdfast.PerRank else live}
+    with pytest.raises(
+        StateMismatchError, match=r"\.w: float32 \[6\](.|\n)*to paste: strategy=LoadStrategy\(cast=True\)"
+    ):
         restored(tmp_path, state)
     result = restored(tmp_path, state, cast=True)
-    assert state["ema"]["w"] is own  # type: ignore[index]
+    assert live["w"] is own
     assert own.any()
-    assert result.cast == ("ema.w: float32 in the checkpoint, bfloat16 now",)
+    assert [text.partition(".w")[2] for text in result.cast] == [": float32 in the checkpoint, bfloat16 now"]
 
 
 def test_a_tied_tensor_is_renamed_and_converted_by_all_of_its_names(tmp_path: Path) -> None:
