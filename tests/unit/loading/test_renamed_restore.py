@@ -213,7 +213,11 @@ def test_a_wider_head_stays_as_it_is_beside_a_renamed_layer(tmp_path: Path) -> N
     second = trained(Net("new head", seed=9, wide={"head": 7}))
     before = content(second)
     rename = {"old.*": "new.*"}
-    refused(tmp_path, second, rename=rename)
+    assert "model.head.weight: float32 [3, 3]" in refused(tmp_path, second, rename=rename)
+    # A leaf that is renamed and does not fit is named as it is now, which is what `exclude` takes.
+    swapped = refused(tmp_path, second, rename={"old.*": "head.*", "head.*": "new.*"})
+    assert "model.head.weight: float32 [3, 3] in the checkpoint, float32 [7, 3] now" in swapped
+    assert "optimizer.state.head.weight.exp_avg: [3, 3] in the checkpoint, for a parameter of [7, 3]" in swapped
     restored(tmp_path, second, rename=rename, exclude=["model.head.*", "optimizer.state.head.*"])
     expected = with_name(content(first), lambda name: name.replace("old.", "new."))
     kept = {name: tensor for name, tensor in before.items() if name.startswith("head")}
@@ -266,6 +270,23 @@ def test_a_rename_that_brings_only_a_part_together_is_still_strict(tmp_path: Pat
     assert "model.new.bias" in text
     assert "model.old.bias" in text
     assert restored(tmp_path, state, rename={"old.weight": "new.weight"}, strict=False).missing
+
+
+class Plain:
+    """The state of a model as older versions stored it for each rank."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        self.state_dict, self.load_state_dict = inner.state_dict, inner.load_state_dict
+
+
+def test_a_model_that_takes_its_state_by_itself_is_not_renamed_in_vain(tmp_path: Path) -> None:
+    saved(tmp_path, {"model": holdfast.PerRank(Plain(Net("a old")))})
+    model = Net("a new", seed=9)
+    before = content({"model": model})
+    for rename in ({"old.*": "new.*"}, {"model": str.lower}):
+        with pytest.raises(StateMismatchError, match="cannot be renamed"):
+            restored(tmp_path, {"model": holdfast.PerRank(model)}, rename=rename)
+    assert same(content({"model": model}), before)
 
 
 def test_wrappers_in_names_are_no_exception_and_the_error_prints_the_rename(tmp_path: Path) -> None:
@@ -380,6 +401,16 @@ def test_moments_that_were_wider_than_their_parameter_stay_so(tmp_path: Path) ->
     for old, new in zip(first["model"].parameters(), second["model"].parameters(), strict=True):
         assert torch.equal(second["optimizer"].state[new]["exp_avg"], first["optimizer"].state[old]["exp_avg"])
         assert second["optimizer"].state[new]["exp_avg_sq"].dtype == torch.float16
+
+
+def test_new_moments_of_a_renamed_parameter_have_its_type_as_those_of_any_other(tmp_path: Path) -> None:
+    first = trained(Net("a old"))
+    saved(tmp_path, first)
+    second = trained(Net("a new", seed=9).bfloat16(), steps=0)
+    restored(tmp_path, second, rename={"old.*": "new.*"}, cast=True)
+    found = content(second)
+    assert found["new.weight/exp_avg"].dtype == found["a.weight/exp_avg"].dtype == torch.bfloat16
+    assert torch.equal(found["new.weight/exp_avg"], content(first)["old.weight/exp_avg"].bfloat16())
 
 
 class Buffer(torch.nn.Module):

@@ -41,13 +41,19 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "progress": (True, False, "no"),
     "cast": (True, False, "float32", None),
 }
+
+
+def upper(name: str) -> str:
+    return name.upper()
+
+
 RENAME: tuple[Any, ...] = (
     None,
     {"a.*": "b.*"},
     {"a": None},
     {"model": {"a": "b"}, "head": [("a", "b")]},
     [("^a", "b")],
-    str.upper,
+    upper,
     {"a.b": {"a": "b"}},
     {"a": {"b": "c"}, "d": "e"},
     {"a": 7},
@@ -154,7 +160,7 @@ def test_what_is_no_data_of_a_strategy_is_refused(data: Any) -> None:
 
 def test_a_rename_by_a_function_has_no_plain_data() -> None:
     with pytest.raises(UsageError, match="function"):
-        LoadStrategy(rename=str.upper).to_dict()
+        LoadStrategy(rename=upper).to_dict()
 
 
 def test_a_strategy_cannot_be_changed() -> None:
