@@ -12,6 +12,7 @@ from holdfast.errors import StateMismatchError, UsageError
 from holdfast.loading.files import ValueFiles
 from holdfast.loading.match import Fitted, Place, SavedState, match
 from holdfast.loading.records import LoadRequest
+from holdfast.loading.strategy import LoadStrategy
 from holdfast.loading.verdict import MatchReport, Share
 from holdfast.ondisk.manifest import TreeRecord
 from holdfast.runs.checkpoint import Checkpoint
@@ -48,6 +49,9 @@ class Matched:
             absent=tuple(self.absent),
             shares=self._shares(request),
             accepted=(*_all(self.fitted, "accepted"), *self.left_for_world),
+            renamed=_all(self.fitted, "renamed"),
+            cast=_all(self.fitted, "cast"),
+            rules=tuple(sorted({rule for one in self.fitted for rule in one.rules})),
         )
 
     def _shares(self, request: LoadRequest) -> tuple[Share, ...]:
@@ -99,6 +103,7 @@ def _choose(matched: Matched, request: LoadRequest, trees: Mapping[str, Sequence
                 f"there is no component '{name}' to restore", advice=f"the manager has {', '.join(sorted(components))}"
             )
     kinds = {name: kind_of(name, unwrap(component)) for name, component in components.items()}
+    _check_renamed(strategy, kinds, trees)
     chosen = [name for name in components if strategy.takes(name, kinds[name])]
     matched.skipped += [f"{name}: left out by the strategy" for name in components if name not in chosen]
     matched.skipped += [f"{name}: no such component is attached" for name in trees if name not in components]
@@ -119,6 +124,18 @@ def _choose(matched: Matched, request: LoadRequest, trees: Mapping[str, Sequence
             advice=f"it has {', '.join(sorted(trees))}; LoadStrategy(on_missing='skip') goes on without",
         )
     return [name for name in chosen if name in trees]
+
+
+def _check_renamed(strategy: LoadStrategy, kinds: Mapping[str, str], trees: Mapping[str, Sequence[TreeRecord]]) -> None:
+    """Refuse to rename leaves of a component that is no model, or that is nowhere."""
+    for name in strategy.renamed_components():
+        kind = kinds.get(name) or next((tree.kind for tree in trees.get(name, ())), None)
+        if kind != "module":
+            models = ", ".join(sorted(one for one, kind in kinds.items() if kind == "module"))
+            raise UsageError(
+                f"rename names the component '{name}', which is " + ("no model" if kind else "not there"),
+                advice=f"the manager has the models {models}; state of optimizers follows them",
+            )
 
 
 def _all(fitted: Sequence[Fitted], name: str) -> tuple[str, ...]:

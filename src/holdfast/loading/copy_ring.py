@@ -58,7 +58,7 @@ class HostCarrier:
         return memory[-memory.data_ptr() % PAGE_BYTES :][:size_bytes]
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        if is_host_memory(target) and source.is_contiguous():
+        if is_host_memory(target) and source.is_contiguous() and source.dtype == target.dtype:
             # torch's own copy would start a team of threads under each of ours.
             ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
         else:

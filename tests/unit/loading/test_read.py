@@ -375,3 +375,28 @@ def test_damage_anywhere_leaves_live_tensors_alone(tmp_path: Path, way: str, lea
         manager.restore()
     sound = LiveModel(0).state_dict()
     assert all(torch.equal(tensor, sound[name]) for name, tensor in model.state_dict().items())
+
+
+class CountingCarrier(HostCarrier):
+    """Knows the most bytes that were ever copied beside the target at once."""
+
+    most = 0
+
+    def landed(self, source: torch.Tensor) -> torch.Tensor:
+        CountingCarrier.most = max(CountingCarrier.most, source.nbytes)
+        return super().landed(source)
+
+
+@pytest.mark.parametrize("shape", [(1, 9_000_000), (9_000_000,), (3000, 3000)])
+def test_a_tensor_of_another_type_is_converted_piece_by_piece(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    whole_tensor = torch.randn(shape)
+    with holdfast.CheckpointManager(tmp_path, {"holder": Holder({"w": whole_tensor})}, mode="sync") as manager:
+        manager.save(1)
+    checkpoint = holdfast.resolve(tmp_path)
+    [leaf] = [leaf for leaf in checkpoint.manifest.tensors if leaf.name == "holder.w"]
+    target = torch.zeros(shape, dtype=torch.bfloat16)
+    CountingCarrier.most = 0
+    rings = Rings(lambda device: CountingCarrier())
+    assert read(checkpoint, [Request(leaf, whole(shape), target, False)], checked=True, rings=rings) == []
+    assert torch.equal(target, whole_tensor.bfloat16())
+    assert 0 < CountingCarrier.most <= 8 << 20
