@@ -23,7 +23,6 @@ from typer.testing import CliRunner
 
 import holdfast
 from holdfast.cli import app
-from holdfast.formats.importing import import_checkpoint
 from holdfast.testing import values
 from tests.ranks import run_ranks
 
@@ -148,7 +147,7 @@ def continue_with_dcp(rank: int, size: int, folder: str, first: int, end: int, f
 def test_what_stock_dcp_saved_on_2_ranks_goes_on_exactly_on_4(tmp_path: Path, flat: bool) -> None:
     folder, run = str(tmp_path / "dcp"), str(tmp_path / "run")
     values(run_ranks(2, save_with_dcp, 2, folder, 3, flat))
-    checkpoint = import_checkpoint(folder, run, step=2)
+    checkpoint = holdfast.import_checkpoint(folder, run, step=2)
     assert checkpoint.extra["import"]["components"] == {
         "model": "model",
         "optimizer": "optim",
@@ -180,7 +179,7 @@ def test_the_app_of_dcps_tutorial_is_resumed(tmp_path: Path) -> None:
     control = Training()
     control.run(0, 2)
     dcp.save({"app": AppState(control)}, checkpoint_id=tmp_path / "dcp")
-    checkpoint = import_checkpoint(tmp_path / "dcp", tmp_path / "run", step=1)
+    checkpoint = holdfast.import_checkpoint(tmp_path / "dcp", tmp_path / "run", step=1)
     assert checkpoint.extra["import"]["components"] == {"model": "app.model", "optimizer": "app.optim"}
     training = Training(seed=9)
     components = {name: training.components[name] for name in ("model", "optimizer")}
@@ -198,7 +197,7 @@ def test_what_torch_save_wrote_is_resumed_exactly(tmp_path: Path) -> None:
     saved = {name: component.state_dict() for name, component in control.components.items()}
     torch.save({**saved, "step": 3, "args": {"width": WIDTH}}, tmp_path / "last.pt")
     bits, expected = control.bits(), control.run(3, 6)
-    checkpoint = import_checkpoint(tmp_path / "last.pt", tmp_path / "run", step=2)
+    checkpoint = holdfast.import_checkpoint(tmp_path / "last.pt", tmp_path / "run", step=2)
     assert checkpoint.config == {"width": WIDTH}
     assert resume(0, 1, str(tmp_path / "run"), 6) == (3, bits, expected)
 
@@ -206,7 +205,7 @@ def test_what_torch_save_wrote_is_resumed_exactly(tmp_path: Path) -> None:
 def test_a_pickle_of_code_is_refused_and_nothing_is_committed(tmp_path: Path) -> None:
     torch.save({"model": GPT().state_dict(), "hook": print}, tmp_path / "last.pt")
     with pytest.raises(holdfast.UnsafeContentError, match="print"):
-        import_checkpoint(tmp_path / "last.pt", tmp_path / "run", step=0)
+        holdfast.import_checkpoint(tmp_path / "last.pt", tmp_path / "run", step=0)
     assert not (tmp_path / "run").exists()
 
 
@@ -289,7 +288,7 @@ def test_a_checkpoint_of_lightning_is_resumed_exactly(tmp_path: Path) -> None:
     trainer.fit(net, torch.utils.data.DataLoader(rows[:3], batch_size=None))
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     optimizer, schedule = trainer.optimizers[0], trainer.lr_scheduler_configs[0].scheduler
-    checkpoint = import_checkpoint(tmp_path / "last.ckpt", tmp_path / "run")
+    checkpoint = holdfast.import_checkpoint(tmp_path / "last.ckpt", tmp_path / "run")
     assert checkpoint.step == 2
     assert checkpoint.config == {"width": 8}
     assert checkpoint.progress["global_step"] == 3
@@ -376,7 +375,7 @@ def test_a_checkpoint_of_the_trainer_is_resumed_exactly(
     tmp_path: Path, trained: tuple[Path, Callable[[], Any]]
 ) -> None:
     folder, make = trained
-    checkpoint = import_checkpoint(folder, tmp_path / "run")
+    checkpoint = holdfast.import_checkpoint(folder, tmp_path / "run")
     note = checkpoint.extra["import"]
     assert checkpoint.step == 2
     assert checkpoint.progress["global_step"] == 3
@@ -415,11 +414,11 @@ def test_the_random_states_of_several_ranks_are_one_per_rank(
     shutil.copytree(trained[0], folder)
     (folder / "rng_state.pth").rename(folder / "rng_state_0.pth")
     shutil.copy(folder / "rng_state_0.pth", folder / "rng_state_1.pth")
-    checkpoint = import_checkpoint(folder, tmp_path / "run")
+    checkpoint = holdfast.import_checkpoint(folder, tmp_path / "run")
     assert checkpoint.world_size == 2
     assert {"rng@rank-00000", "rng@rank-00001"} <= set(checkpoint.extra["import"]["components"])
     (folder / "rng_state_0.pth").unlink()
-    checkpoint = import_checkpoint(folder, tmp_path / "other")
+    checkpoint = holdfast.import_checkpoint(folder, tmp_path / "other")
     assert checkpoint.world_size == 1
     assert any("rng_state_1.pth" in one for one in checkpoint.extra["import"]["left"])
 
@@ -429,4 +428,4 @@ def test_a_trainers_folder_without_weights_is_refused(tmp_path: Path, trained: t
     folder.mkdir()
     shutil.copy(trained[0] / "trainer_state.json", folder)
     with pytest.raises(holdfast.UnsupportedFormatError, match="no weights that are known"):
-        import_checkpoint(folder, tmp_path / "run")
+        holdfast.import_checkpoint(folder, tmp_path / "run")

@@ -3,14 +3,14 @@ names leave."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from holdfast.formats.source import TensorEntry, tensors_of
+from holdfast.formats.selection import MODEL_NAMES
+from holdfast.formats.source import TensorEntry
 
 __all__ = [
     "CONFIG_NAMES",
-    "MODEL_NAMES",
     "is_model_state",
     "is_optimizer_state",
     "is_plain",
@@ -19,7 +19,6 @@ __all__ = [
     "without_wrappers",
 ]
 
-MODEL_NAMES = ("model", "state_dict", "model_state_dict", "module", "model_state", "network", "net", "weights")
 CONFIG_NAMES = ("config", "hyper_parameters", "hparams", "args", "cfg", "configuration")
 
 # How trainings call a part in the dict that they save, by the component that it becomes.
@@ -77,10 +76,6 @@ def is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def has_no_tensors(value: Any) -> bool:
-    return not tensors_of(value)
-
-
 def own_values(value: Any) -> Any:
     """Return the same values in dicts of the plain type: what a component's state has, whatever class carried it."""
     if isinstance(value, Mapping):
@@ -97,10 +92,3 @@ def without_wrappers(names: Mapping[str, Any]) -> dict[str, str]:
     if len(set(cut.values())) < len(cut) or not all(cut.values()):
         return {name: name for name in names}
     return cut
-
-
-def containers(value: Mapping[Any, Any]) -> Iterator[tuple[str, Mapping[Any, Any]]]:
-    """Yield the dicts directly inside of a dict, by their keys."""
-    for key, inner in value.items():
-        if isinstance(inner, Mapping):
-            yield str(key), inner

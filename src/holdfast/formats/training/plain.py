@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.errors import UsageError
+from holdfast.formats.selection import MODEL_NAMES
 from holdfast.formats.source import Source, TensorEntry, tensors_of
 from holdfast.formats.training.optimizers import Model, Parameters, named_state
 from holdfast.formats.training.parts import (
     CONFIG_NAMES,
-    MODEL_NAMES,
     is_model_state,
     is_optimizer_state,
     is_plain,

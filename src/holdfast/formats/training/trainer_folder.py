@@ -15,7 +15,7 @@ import msgspec
 
 from holdfast.errors import CorruptCheckpointError, UnsafeContentError, UnsupportedFormatError
 from holdfast.formats.binary import BinaryFile
-from holdfast.formats.selection import find_weights
+from holdfast.formats.selection import find_extra_states, find_weights
 from holdfast.formats.source import Source
 from holdfast.formats.training.parts import is_plain
 from holdfast.formats.training.plain import Request, Taker
@@ -51,7 +51,7 @@ def take_trainer_folder(
 
     weights = opened(_weights_of(path))
     state = _read_state(path / STATE_FILE)
-    taker.add_model("model", find_weights(weights), weights, "model")
+    taker.add_model("model", {**find_weights(weights), **find_extra_states(weights)}, weights, "model")
     names = sorted(entry.name for entry in path.iterdir())
     used = {STATE_FILE, *weights.assets, *(name for name in names if _is_weights(name))}
     if "optimizer.pt" in names and not taker.skips("optimizer.pt"):
