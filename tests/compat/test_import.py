@@ -375,7 +375,9 @@ def test_a_checkpoint_of_the_trainer_is_resumed_exactly(
     tmp_path: Path, trained: tuple[Path, Callable[[], Any]]
 ) -> None:
     folder, make = trained
-    checkpoint = holdfast.import_checkpoint(folder, tmp_path / "run")
+    with pytest.raises(holdfast.UsageError, match="do not stand in the order of the model"):
+        holdfast.import_checkpoint(folder, tmp_path / "run")
+    checkpoint = holdfast.import_checkpoint(folder, tmp_path / "run", parameters=make().model)
     note = checkpoint.extra["import"]
     assert checkpoint.step == 2
     assert checkpoint.progress["global_step"] == 3
@@ -414,11 +416,12 @@ def test_the_random_states_of_several_ranks_are_one_per_rank(
     shutil.copytree(trained[0], folder)
     (folder / "rng_state.pth").rename(folder / "rng_state_0.pth")
     shutil.copy(folder / "rng_state_0.pth", folder / "rng_state_1.pth")
-    checkpoint = holdfast.import_checkpoint(folder, tmp_path / "run")
+    model = trained[1]().model
+    checkpoint = holdfast.import_checkpoint(folder, tmp_path / "run", parameters=model)
     assert checkpoint.world_size == 2
     assert {"rng@rank-00000", "rng@rank-00001"} <= set(checkpoint.extra["import"]["components"])
     (folder / "rng_state_0.pth").unlink()
-    checkpoint = holdfast.import_checkpoint(folder, tmp_path / "other")
+    checkpoint = holdfast.import_checkpoint(folder, tmp_path / "other", parameters=model)
     assert checkpoint.world_size == 1
     assert any("rng_state_1.pth" in one for one in checkpoint.extra["import"]["left"])
 

@@ -70,9 +70,9 @@ def import_checkpoint(
         step: the last step that the checkpoint has done; the manager goes on with the one after it. It may be left out
             where the source counts the steps that are done, as Lightning and the Trainer do: of `n` steps that are
             done, the last is `n - 1`.
-        parameters: how the parameters of an optimizer are called whose state goes by number, where the model's state
-            dict leaves a doubt: the model, or the names in the order of the optimizer. For several optimizers, a
-            mapping by component.
+        parameters: how the parameters of an optimizer are called whose state goes by number, where the source leaves a
+            doubt, as weights that are sorted by name do: the model, or the names in the order of the optimizer. For
+            several optimizers, a mapping by component.
         components: the component that a part becomes, by its path in the source. `optim` and similar usual names
             become `model`, `optimizer`, `scheduler`, `loader` without it; any other keeps its own.
         skip: parts of the source to leave out, by their path.

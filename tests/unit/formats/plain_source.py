@@ -15,9 +15,10 @@ from holdfast.state.tensors import dtype_name
 
 
 class PlainSource(Source):
-    """What a training had in a dict. Two names of one tensor are one place in the file."""
+    """What a training had in a dict. Two names of one tensor are one place in the file. Stands for a file of
+    `torch.save`, which keeps the order of a dict as well."""
 
-    format = "plain"
+    format = "torch"
 
     def __init__(self, tree: Mapping[str, Any], file: Path, config: Any = None) -> None:
         super().__init__(str(file))

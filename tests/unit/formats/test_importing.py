@@ -305,6 +305,30 @@ def test_layers_of_one_shape_leave_a_doubt_that_parameters_settles(tmp_path: Pat
         assert torch.equal(optimizer.state[before]["exp_avg"], restored.state[after]["exp_avg"])
 
 
+def test_names_may_stand_in_the_order_of_the_model(tmp_path: Path, run: Path) -> None:
+    training = trained()
+    expected = import_source(source_of(training.saved(), tmp_path), run, step=0)
+    names = [name for name, _ in training.model.named_parameters()]
+    for number, given in enumerate((names, training.model), 1):
+        checkpoint = import_source(source_of(training.saved(), tmp_path), run, step=number, parameters=given)
+        assert [leaf.name for leaf in checkpoint.manifest.tensors] == [leaf.name for leaf in expected.manifest.tensors]
+        assert [leaf.chunks[0].digests for leaf in checkpoint.manifest.tensors] == [
+            leaf.chunks[0].digests for leaf in expected.manifest.tensors
+        ]
+
+
+def test_tensors_in_another_order_than_the_models_name_nothing(tmp_path: Path, run: Path) -> None:
+    class Sorted(PlainSource):
+        format = "safetensors"
+
+    training = trained()
+    saved = training.saved()
+    with pytest.raises(UsageError, match="do not stand in the order of the model"):
+        import_source(Sorted(saved, tmp_path / "tensors.bin"), run, step=0)
+    import_source(Sorted(saved, tmp_path / "tensors.bin"), run, step=0, parameters=training.model)
+    assert resumed(run, Training(seed=3), 3)[1] == training.run(1, 3)
+
+
 def test_a_module_names_the_parameters_among_buffers(tmp_path: Path, run: Path) -> None:
     class Buffered(torch.nn.Module):
         def __init__(self) -> None:
@@ -547,5 +571,5 @@ def test_the_log_says_what_was_taken_and_what_was_left(
     caplog.set_level(logging.INFO, logger="holdfast")
     import_source(source_of(trained().saved(epoch=1), tmp_path), run, step=7, skip=["scheduler"])
     text = caplog.text
-    assert "imported step 7 (plain): model from model, optimizer from optimizer; training goes on with step 8" in text
+    assert "imported step 7 (torch): model from model, optimizer from optimizer; training goes on with step 8" in text
     assert "left: scheduler: left out by skip=" in text

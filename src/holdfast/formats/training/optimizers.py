@@ -32,12 +32,14 @@ _BUFFERS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
 class Model(NamedTuple):
     """What may be a model of the source: its component, its tensors by their names without wrappers, and the names with
-    them. `is_certain`: its own name says that it is a model; others may be averages of one."""
+    them. `is_certain`: its own name says that it is a model; others may be averages of one. `is_ordered`: the tensors
+    stand in the order of the model, and not by name or size."""
 
     component: str
     tensors: Mapping[str, TensorEntry]
     cleaned: Mapping[str, str]
     is_certain: bool = True
+    is_ordered: bool = True
 
     def parameters(self) -> dict[str, Shape]:
         """Return the tensors that may be parameters: floating ones, each once, without the buffers that are known."""
@@ -127,7 +129,7 @@ def _naming(
     if module is not None:
         tried = [(model, _by_module(groups, shapes, module)) for model in models if _has(model, module)]
     else:
-        tried = [(model, name_parameters(groups, shapes, model.parameters())) for model in models]
+        tried = [(model, _by_order(groups, shapes, model)) for model in models]
     found = [(model.component, naming) for model, naming in tried if naming.names]
     certain = [(model.component, naming) for model, naming in tried if naming.names and model.is_certain]
     if len(found) > 1 and len(certain) == 1:
@@ -142,8 +144,7 @@ def _naming(
         + ("; ".join(sorted(problems)) or "the source has no model with such parameters"),
         component=component,
         file=location,
-        advice="give parameters= the names in the order of the optimizer, such as "
-        "[name for name, _ in model.named_parameters()], or the model",
+        advice="give the model as parameters=, or the names of its parameters in the order of the optimizer",
     )
 
 
@@ -164,6 +165,12 @@ def _has(model: Model, module: torch.nn.Module) -> bool:
     return names <= model.tensors.keys()
 
 
+def _by_order(groups: Sequence[Sequence[int]], shapes: Mapping[int, Shape], model: Model) -> Naming:
+    if not model.is_ordered:
+        return Naming({}, "the tensors do not stand in the order of the model")
+    return name_parameters(groups, shapes, model.parameters())
+
+
 def _by_module(groups: Sequence[Sequence[int]], shapes: Mapping[int, Shape], module: torch.nn.Module) -> Naming:
     """Name parameters by a live model: by all of its parameters, or by those alone that are trained."""
     named = [(clean_name(module, raw), parameter) for raw, parameter in module.named_parameters()]
@@ -181,7 +188,8 @@ def _as_given(
     names: list[str],
     location: str,
 ) -> tuple[str, Naming]:
-    """Return the names that the user gave, checked against the model and the shapes of the state."""
+    """Return the names that the user gave, in the order of the optimizer, or, where only that fits the shapes of the
+    state, in the order of the model."""
     numbers = [number for group in groups for number in group]
     where: dict[str, Any] = {"component": component, "file": location}
     if len(names) != len(numbers) or len(set(names)) < len(names):
@@ -200,15 +208,19 @@ def _as_given(
             **where,
         )
     named = dict(zip(numbers, names, strict=True))
-    for number, name in named.items():
-        if number in shapes and shapes[number] != owner.tensors[name].shape:
-            raise UsageError(
-                f"parameter {number} is '{name}' by parameters=, whose shape is {list(owner.tensors[name].shape)}, and "
-                f"its state has {list(shapes[number])}",
-                advice="give the names in the order of the optimizer",
-                **where,
-            )
-    return owner.component, Naming(named)
+    wrong = [number for number in shapes if number in named and shapes[number] != owner.tensors[named[number]].shape]
+    if not wrong:
+        return owner.component, Naming(named)
+    naming = name_parameters(groups, shapes, {name: owner.tensors[name].shape for name in names})
+    if naming.names:
+        return owner.component, naming
+    name = named[wrong[0]]
+    raise UsageError(
+        f"parameter {wrong[0]} is '{name}' by parameters=, whose shape is {list(owner.tensors[name].shape)}, and its "
+        f"state has {list(shapes[wrong[0]])}; as the order of the model, {naming.problem}",
+        advice="give the names in the order of the optimizer",
+        **where,
+    )
 
 
 def _unflattened(stored: Mapping[str, Any], models: Sequence[Model]) -> dict[str, Any]:

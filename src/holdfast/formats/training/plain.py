@@ -31,6 +31,8 @@ from holdfast.state.trees import TreeKind
 __all__ = ["Request", "Taker", "take_apart"]
 
 _MAX_CONTAINERS = 4
+# Formats that keep the order of a state dict. Safetensors and DCP sort tensors, by name, by size or by rank.
+_IN_ORDER = frozenset({"torch"})
 OTHER = "other"
 """The component of values that are neither a dict nor a plain number or text."""
 
@@ -138,7 +140,8 @@ class Taker:
             self.changes.append(f"{origin}: prefixes of wrappers removed from {changed} names")
         found = self._found(origin, {cleaned[name]: inner for name, inner in value.items()}, source, component)
         tensors = {name: inner for name, inner in found.value.items() if isinstance(inner, TensorEntry)}
-        self._models.append((found, Model(found.component, tensors, cleaned, is_certain)))
+        is_ordered = source.format in _IN_ORDER
+        self._models.append((found, Model(found.component, tensors, cleaned, is_certain, is_ordered)))
 
     def add_optimizer(self, origin: str, value: Mapping[str, Any], source: Source, component: str = "") -> None:
         self._optimizers.append(self._found(origin, value, source, component))
