@@ -382,7 +382,7 @@ def test_a_checkpoint_of_the_trainer_is_resumed_exactly(
     assert checkpoint.step == 2
     assert checkpoint.progress["global_step"] == 3
     assert checkpoint.config["hidden_size"] == 16
-    assert "config.json" in checkpoint.assets
+    assert "generation_config.json" in checkpoint.assets
     assert set(note["components"]) == {"model", "optimizer", "scheduler", "trainer_state", "rng@rank-00000"}
     assert note["left"] == ["training_args.bin: a pickle of code objects, which is never opened"]
     expected = control_of(folder, make)

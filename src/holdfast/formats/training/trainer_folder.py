@@ -54,6 +54,7 @@ def take_trainer_folder(
     taker.add_model("model", {**find_weights(weights), **find_extra_states(weights)}, weights, "model")
     names = sorted(entry.name for entry in path.iterdir())
     used = {STATE_FILE, *weights.assets, *(name for name in names if _is_weights(name))}
+    used |= {"config.json", "adapter_config.json"} if weights.config is not None else set()
     if "optimizer.pt" in names and not taker.skips("optimizer.pt"):
         optimizer = opened(path / "optimizer.pt")
         taker.add_optimizer("optimizer.pt", optimizer.tree, optimizer, "optimizer")
