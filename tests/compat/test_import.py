@@ -23,6 +23,9 @@ from typer.testing import CliRunner
 
 import holdfast
 from holdfast.cli import app
+from holdfast.formats.export import export
+from holdfast.formats.own import OwnSource
+from holdfast.formats.source import TensorEntry
 from holdfast.testing import values
 from tests.ranks import run_ranks
 
@@ -432,3 +435,39 @@ def test_a_trainers_folder_without_weights_is_refused(tmp_path: Path, trained: t
     shutil.copy(trained[0] / "trainer_state.json", folder)
     with pytest.raises(holdfast.UnsupportedFormatError, match="no weights that are known"):
         holdfast.import_checkpoint(folder, tmp_path / "run")
+
+
+# Out and in again
+
+
+def save_with_manager(rank: int, size: int, run: str) -> list[float]:
+    training = Training(rank, size)
+    training.run(0, 3)
+    with holdfast.CheckpointManager(run, training.components, mode="sync", rng=False) as manager:
+        manager.save(2).wait()
+    return training.run(3, 5)
+
+
+def tensors_of(run: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Return every tensor of the latest checkpoint: its type, its shape and its bytes."""
+    with OwnSource.resolve(run) as source:
+        entries = [TensorEntry(leaf.name, leaf.dtype, leaf.shape, handle=leaf) for leaf in source.reader.leaves]
+        return {one.name: (one.dtype, one.shape, b"".join(map(bytes, source.pieces(one)))) for one in entries}
+
+
+def values_of(run: Path) -> dict[str, Any]:
+    with OwnSource.resolve(run) as source:
+        reader = source.reader
+        return {tree.name: (tree.kind, tree.model, reader.stored_values(tree.name)) for tree in reader.trees}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_checkpoint_exported_to_dcp_and_imported_is_the_same(tmp_path: Path, size: int) -> None:
+    run, folder, again = tmp_path / "run", tmp_path / "dcp", tmp_path / "again"
+    expected = values(run_ranks(size, save_with_manager, size, str(run)))
+    export(run, folder, format="dcp", only=["model", "optimizer", "scheduler"])
+    holdfast.import_checkpoint(folder, again, step=2)
+    assert tensors_of(again) == tensors_of(run)
+    assert values_of(again) == values_of(run)
+    resumed = values(run_ranks(size, resume, size, str(again), 5))
+    assert [one[2] for one in resumed] == expected
