@@ -53,7 +53,8 @@ def take_trainer_folder(
     state = _read_state(path / STATE_FILE)
     taker.add_model("model", {**find_weights(weights), **find_extra_states(weights)}, weights, "model")
     names = sorted(entry.name for entry in path.iterdir())
-    used = {STATE_FILE, *weights.assets, *(name for name in names if _is_weights(name))}
+    assets = {name: asset for name, asset in weights.assets.items() if name not in _not_assets(names)}
+    used = {STATE_FILE, *(name.partition("/")[0] for name in assets), *filter(_is_weights, names)}
     used |= {"config.json", "adapter_config.json"} if weights.config is not None else set()
     if "optimizer.pt" in names and not taker.skips("optimizer.pt"):
         optimizer = opened(path / "optimizer.pt")
@@ -75,7 +76,7 @@ def take_trainer_folder(
         steps_done=steps if isinstance(steps, int) else None,
         epochs_done=int(epochs) if isinstance(epochs, int | float) and epochs >= 0 else None,
         config=weights.config,
-        assets={name: asset for name, asset in weights.assets.items() if name not in _not_assets(names)},
+        assets=assets,
         ranks=ranks,
     )
 
