@@ -182,8 +182,10 @@ def test_the_app_of_dcps_tutorial_is_resumed(tmp_path: Path) -> None:
     control = Training()
     control.run(0, 2)
     dcp.save({"app": AppState(control)}, checkpoint_id=tmp_path / "dcp")
+    (tmp_path / "dcp" / "meta.pt").write_bytes(b"of another program")
     checkpoint = holdfast.import_checkpoint(tmp_path / "dcp", tmp_path / "run", step=1)
     assert checkpoint.extra["import"]["components"] == {"model": "app.model", "optimizer": "app.optim"}
+    assert checkpoint.extra["import"]["left"] == ["meta.pt: not part of the DCP checkpoint"]
     training = Training(seed=9)
     components = {name: training.components[name] for name in ("model", "optimizer")}
     with holdfast.CheckpointManager(tmp_path / "run", components, mode="sync") as manager:
@@ -208,6 +210,14 @@ def test_what_torch_save_wrote_is_resumed_exactly(tmp_path: Path) -> None:
 def test_a_pickle_of_code_is_refused_and_nothing_is_committed(tmp_path: Path) -> None:
     torch.save({"model": GPT().state_dict(), "hook": print}, tmp_path / "last.pt")
     with pytest.raises(holdfast.UnsafeContentError, match="print"):
+        holdfast.import_checkpoint(tmp_path / "last.pt", tmp_path / "run", step=0)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("value", [[torch.ones(2)], torch.ones(2), 5], ids=["list", "tensor", "number"])
+def test_a_file_that_holds_no_dict_is_refused(tmp_path: Path, value: Any) -> None:
+    torch.save(value, tmp_path / "last.pt")
+    with pytest.raises(holdfast.HoldfastError, match=r"last\.pt"):
         holdfast.import_checkpoint(tmp_path / "last.pt", tmp_path / "run", step=0)
     assert not (tmp_path / "run").exists()
 

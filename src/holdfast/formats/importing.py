@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,16 +84,18 @@ def import_checkpoint(
     number = None if step is None else paths.check_step(step)
     if is_own_location(source):
         raise UsageError(
-            "the source is a Holdfast checkpoint already",
-            file=os.fspath(source),
-            advice="restore from it with CheckpointManager.restore(path), or copy its run",
+            "the source is a Holdfast run or checkpoint, or a URL",
+            file=str(source),
+            advice="a manager restores from a checkpoint of Holdfast as it is; other sources are local files, folders",
         )
     path = Path(os.path.expanduser(os.fspath(source)))
     with ExitStack() as closing:
         if is_trainer_folder(path):
             training = take_trainer_folder(path, request, open_source, closing)
         else:
-            training = _take(closing.enter_context(open_source(path)), request)
+            opened = closing.enter_context(open_source(path))
+            taken = _take(opened, request)
+            training = replace(taken, left=(*taken.left, *_files_beside(path, opened)))
         return _store(training, Catalog(open_storage(run)), number, str(path))
 
 
@@ -105,6 +108,19 @@ def import_source(source: Source, run: Location, *, step: int | None = None, **o
     )
     number = None if step is None else paths.check_step(step)
     return _store(_take(source, request), Catalog(open_storage(run)), number, source.location)
+
+
+def _files_beside(path: Path, source: Source) -> list[str]:
+    """Return the files in a folder of DCP that are no part of it, such as those of the program that saved it."""
+    if source.format != "dcp" or not path.is_dir():
+        return []
+    own = {name.partition("/")[0] for name in source.assets}
+    names = sorted(entry.name for entry in path.iterdir())
+    return [
+        f"{name}: not part of the DCP checkpoint"
+        for name in names
+        if name != ".metadata" and not name.endswith(".distcp") and name not in own
+    ]
 
 
 def _take(source: Source, request: Request) -> Training:

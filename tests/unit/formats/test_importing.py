@@ -533,8 +533,10 @@ def test_a_run_in_use_is_not_written_to(tmp_path: Path, run: Path) -> None:
 
 def test_a_holdfast_checkpoint_is_not_imported(tmp_path: Path, run: Path) -> None:
     import_source(source_of(trained().saved(), tmp_path), run, step=0)
-    with pytest.raises(UsageError, match="a Holdfast checkpoint already"):
+    with pytest.raises(UsageError, match="a Holdfast run or checkpoint"):
         import_checkpoint(run, tmp_path / "other", step=0)
+    with pytest.raises(UsageError, match="or a URL"):
+        import_checkpoint("s3://bucket/last.pt", tmp_path / "other", step=0)
 
 
 def test_tensors_come_in_pieces_and_no_digest_is_over_a_part_of_a_block(tmp_path: Path, run: Path) -> None:

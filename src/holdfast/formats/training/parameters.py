@@ -15,7 +15,7 @@ from holdfast.ondisk.regions import Shape
 __all__ = ["Naming", "name_parameters"]
 
 # More ways than this to continue are no order any more: the naming counts as ambiguous.
-_MAX_WAYS = 20_000
+_MAX_WAYS = 2_000
 
 
 class Naming(NamedTuple):
