@@ -25,7 +25,7 @@ from holdfast.formats.registry import open_source
 from holdfast.formats.source import Source
 from holdfast.formats.training.lightning import is_lightning, take_lightning
 from holdfast.formats.training.optimizers import Parameters
-from holdfast.formats.training.plain import Request, take_apart
+from holdfast.formats.training.plain import OTHER, Request, take_apart
 from holdfast.formats.training.records import Training
 from holdfast.formats.training.storing import Stored, stored_parts
 from holdfast.formats.training.trainer_folder import is_trainer_folder, take_trainer_folder
@@ -163,8 +163,12 @@ def _step_of(training: Training, given: int | None, location: str) -> int:
 
 def _store(training: Training, catalog: Catalog, given: int | None, location: str) -> Checkpoint:
     """Write and commit. An error or an interrupt before the commit leaves no file of the attempt."""
-    if not training.parts:
-        raise UsageError("the source has nothing to import", file=location)
+    if all(part.component == OTHER for part in training.parts):
+        raise UsageError(
+            "the source has no model, no optimizer and no other state by name",
+            file=location,
+            advice="import what a training saved as a dict of state dicts",
+        )
     step = _step_of(training, given, location)
     stored = stored_parts(training.parts)
     metadata = _metadata(training, location)

@@ -28,7 +28,7 @@ from holdfast.formats.training.records import Part, Training
 from holdfast.ondisk.paths import check_component_name, rank_scope
 from holdfast.state.trees import TreeKind
 
-__all__ = ["Request", "Taker", "take_apart"]
+__all__ = ["OTHER", "Request", "Taker", "take_apart"]
 
 _MAX_CONTAINERS = 4
 # Formats that keep the order of a state dict. Safetensors and DCP sort tensors, by name, by size or by rank.
