@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast.formats.source import TensorEntry
+from holdfast.state.devices import ACCELERATORS
 
 __all__ = ["as_random_state"]
 
@@ -14,16 +15,18 @@ def as_random_state(value: Any) -> dict[str, Any] | None:
     """Return a random state in the form of `holdfast.get_rng_state`; None for anything else."""
     if not isinstance(value, Mapping):
         return None
+    kinds = {accelerator.type for accelerator in ACCELERATORS}
     torch_state = value.get("torch", value.get("cpu"))
-    known = {"python", "numpy", "torch", "cpu", "cuda"}
+    known = {"python", "numpy", "torch", "cpu", *kinds}
     if not {"python", "numpy"} <= value.keys() <= known or not isinstance(torch_state, TensorEntry):
         return None
     state = {"python": value["python"], "numpy": _numpy_state(value["numpy"]), "torch": torch_state}
-    devices = value.get("cuda")
-    if devices is None:
-        return state
-    listed = list(devices) if isinstance(devices, list | tuple) else [devices]
-    return {**state, "cuda": listed} if all(isinstance(one, TensorEntry) for one in listed) else None
+    for kind in kinds & value.keys():
+        devices = value[kind] if isinstance(value[kind], list | tuple) else [value[kind]]
+        if not all(isinstance(one, TensorEntry) for one in devices):
+            return None
+        state[kind] = list(devices)
+    return state
 
 
 def _numpy_state(value: Any) -> Any:
