@@ -14,7 +14,7 @@ from holdfast.loading.match import Fitted, Place, SavedState, match
 from holdfast.loading.records import LoadRequest
 from holdfast.loading.strategy import LoadStrategy
 from holdfast.loading.verdict import MatchReport, Share
-from holdfast.ondisk.manifest import TreeRecord
+from holdfast.ondisk.manifest import IMPORTED_FROM, TreeRecord
 from holdfast.runs.checkpoint import Checkpoint
 from holdfast.state.frozen import take_frozen
 from holdfast.state.names import holds_state, kind_of, unwrap
@@ -83,7 +83,7 @@ def match_components(request: LoadRequest, checkpoint: Checkpoint, place: Place)
     files = ValueFiles(checkpoint, checked=request.verify == "full")
     saved = SavedState(leaves, trees, files.values, files.require, manifest.world_size, same_torch)
     matched = Matched()
-    for name in _choose(matched, request, trees, checkpoint.step):
+    for name in _choose(matched, request, trees, checkpoint):
         fitted = match(name, request.components, saved, request.strategy, place)
         if fitted.skipped:
             matched.skipped.append(f"{name}: {fitted.skipped}")
@@ -93,7 +93,9 @@ def match_components(request: LoadRequest, checkpoint: Checkpoint, place: Place)
     return matched
 
 
-def _choose(matched: Matched, request: LoadRequest, trees: Mapping[str, Sequence[TreeRecord]], step: int) -> list[str]:
+def _choose(
+    matched: Matched, request: LoadRequest, trees: Mapping[str, Sequence[TreeRecord]], checkpoint: Checkpoint
+) -> list[str]:
     """Return the components to restore. One that was named and is nowhere, or that the checkpoint lacks, is an
     error."""
     components, strategy = request.components, request.strategy
@@ -114,12 +116,22 @@ def _choose(matched: Matched, request: LoadRequest, trees: Mapping[str, Sequence
         for name in components[cover].covers
     }
     matched.skipped += [f"{name}: covered by another component" for name in chosen if name in covered]
-    matched.chosen = chosen = [name for name in chosen if name not in covered]
+    # What another tool saved seldom has a random state of ours; the one of this process goes on.
+    unknown = {
+        name
+        for name in chosen
+        if IMPORTED_FROM in checkpoint.head.versions
+        and name not in trees
+        and name not in strategy.named()
+        and isinstance(unwrap(components[name]), RNGState)
+    }
+    matched.skipped += [f"{name}: the checkpoint was imported, and its source had none" for name in unknown]
+    matched.chosen = chosen = [name for name in chosen if name not in covered | unknown]
     matched.absent = [name for name in chosen if name not in trees]
     if matched.absent and strategy.on_missing == "error":
         raise StateMismatchError(
             "the checkpoint has no such component",
-            step=step,
+            step=checkpoint.step,
             missing=matched.absent,
             advice=f"it has {', '.join(sorted(trees))}; LoadStrategy(on_missing='skip') goes on without",
         )
