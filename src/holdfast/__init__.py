@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from holdfast.formats.dcp.reader import HoldfastReader
     from holdfast.formats.dcp.writer import HoldfastWriter
+    from holdfast.formats.importing import import_checkpoint
     from holdfast.formats.weights import build_model, load_weights
     from holdfast.formats.weights_report import WeightsReport
     from holdfast.loading.strategy import LoadStrategy
@@ -104,6 +105,7 @@ _HOME = {
     "retention": "manager.functions",
     "resolve": "manager.functions",
     "verify": "manager.functions",
+    "import_checkpoint": "formats.importing",
     "build_model": "formats.weights",
     "load_weights": "formats.weights",
     "WeightsReport": "formats.weights_report",

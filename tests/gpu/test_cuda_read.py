@@ -18,10 +18,11 @@ from holdfast.loading.gpu_digest import DeviceDigester
 from holdfast.loading.read import read
 from holdfast.loading.requests import Request
 from holdfast.ondisk.regions import Box
+from holdfast.state.devices.cuda import CudaAccelerator
 from holdfast.state.memory import PAGE_BYTES
 
 if torch.cuda.is_available():
-    from holdfast.loading.copy_ring import SLOT_BYTES, CudaCarrier
+    from holdfast.loading.copy_ring import SLOT_BYTES, DeviceCarrier
     from holdfast.loading.side_buffers import room_on
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -227,7 +228,7 @@ def test_boxes_into_any_device_memory_are_exact(run: tuple[Path, dict[str, torch
 
 def test_slots_are_page_locked_and_begin_at_a_page() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    memory = CudaCarrier(device, torch.cuda.current_stream()).memory(SLOT_BYTES)
+    memory = DeviceCarrier(CudaAccelerator(), device, torch.cuda.current_stream()).memory(SLOT_BYTES)
     assert memory.is_pinned()
     assert memory.data_ptr() % PAGE_BYTES == 0
 

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from holdfast.errors import StateMismatchError
-from holdfast.formats.renaming import Rename, aligned, renamed, suggested
+from holdfast.formats.renaming import Rename, aligned, renamed
 from holdfast.formats.source import Source, TensorEntry
 from holdfast.formats.weights_report import WeightsReport
+from holdfast.loading.suggestions import suggested_rename
 from holdfast.ondisk.regions import Cut
 from holdfast.state.modules import tied_names
 from holdfast.state.names import cut_at
@@ -97,7 +98,7 @@ def fit(
         size_bytes=found.size_bytes,
         source_identity=source.identity,
     )
-    _judge(report, found, stored, live, strict)
+    _judge(report, found, stored, strict)
     return FittedWeights(found.entries, found.extras, report)
 
 
@@ -179,12 +180,10 @@ def _is_same(source: Source, one: TensorEntry, other: TensorEntry) -> bool:
     return all(bytes(left) == bytes(right) for left, right in pairs)
 
 
-def _judge(
-    report: WeightsReport, found: _Findings, stored: Mapping[str, Any], live: Mapping[str, Any], strict: bool
-) -> None:
+def _judge(report: WeightsReport, found: _Findings, stored: Mapping[str, Any], strict: bool) -> None:
     """Raise what cannot be loaded, with the argument that would let it through, ready to paste."""
     if not found.entries and not found.extras:
-        hint = suggested(report.missing, _shapes(live), report.unexpected, _shapes(stored))
+        hint = suggested_rename(report.unexpected, report.missing, stored.keys()) or {}
         raise StateMismatchError(
             "the model and the source have nothing in common that can be loaded; nothing was changed",
             file=report.source,
@@ -202,29 +201,22 @@ def _judge(
         missing=list(report.missing) if strict else [],
         unexpected=list(report.unexpected) if strict else [],
         mismatched=wrong,
-        advice=_advice(report, found, stored, live, strict),
+        advice=_advice(report, found, stored, strict),
     )
 
 
-def _advice(
-    report: WeightsReport, found: _Findings, stored: Mapping[str, Any], live: Mapping[str, Any], strict: bool
-) -> str:
+def _advice(report: WeightsReport, found: _Findings, stored: Mapping[str, Any], strict: bool) -> str:
     ways = []
-    hint = suggested(report.missing, _shapes(live), report.unexpected, _shapes(stored)) if strict else {}
+    hint = suggested_rename(report.unexpected, report.missing, stored.keys()) or {} if strict else {}
     if hint:
         ways.append(f"rename={hint!r}")
-    left = [name for name in report.missing if name not in hint.values()] if strict else []
+    left = list(report.missing) if strict and not hint else []
     left += [line.partition(":")[0] for line in found.mismatched]
     if left:
         more = " # and so on" if len(left) > _LISTED else ""
         ways.append(f"exclude={left[:_LISTED]!r}{more}")
     if found.other_types:
         ways.append("cast=True")
-    extra = [name for name in report.unexpected if name not in hint] if strict else []
-    if extra:
+    if strict and report.unexpected and not hint:
         ways.append("strict=False")
     return f"to load what fits: {', '.join(ways)}"
-
-
-def _shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(value.shape) for name, value in tensors.items() if hasattr(value, "shape")}

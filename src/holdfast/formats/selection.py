@@ -8,10 +8,10 @@ from typing import Any
 from holdfast.errors import UsageError
 from holdfast.formats.source import Source, TensorEntry, tensors_of
 
-__all__ = ["find_extra_states", "find_weights", "part_of"]
+__all__ = ["MODEL_NAMES", "find_extra_states", "find_weights", "part_of"]
 
 # What trainings call the model in the dict that they give to torch.save, in the order in which they are looked for.
-_USUAL_NAMES = ("model", "state_dict", "model_state_dict", "module", "model_state", "network", "net", "weights")
+MODEL_NAMES = ("model", "state_dict", "model_state_dict", "module", "model_state", "network", "net", "weights")
 
 
 def find_weights(source: Source, component: str | None = None) -> dict[str, TensorEntry]:
@@ -52,7 +52,7 @@ def _place_of_weights(source: Source, component: str | None) -> str:
         raise _ambiguous(source, known)
     if _is_state_dict(source.tree):
         return ""
-    usual = [name for name in _USUAL_NAMES if tensors_of(source.tree.get(name))]
+    usual = [name for name in MODEL_NAMES if tensors_of(source.tree.get(name))]
     candidates = usual or [str(name) for name, value in source.tree.items() if tensors_of(value)]
     if len(candidates) == 1 or candidates[:1] == ["model"]:
         return _innermost(source, candidates[0])
@@ -82,7 +82,7 @@ def _innermost(source: Source, name: str) -> str:
     """Return the path of a part, or of what has a usual name in it, as in `{"state": {"model": ...}}`."""
     part = source.tree[name]
     if not _is_state_dict(part) and isinstance(part, Mapping):
-        inner = [usual for usual in _USUAL_NAMES if tensors_of(part.get(usual))]
+        inner = [usual for usual in MODEL_NAMES if tensors_of(part.get(usual))]
         if len(inner) == 1:
             return f"{name}.{inner[0]}"
     return name

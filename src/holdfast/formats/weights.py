@@ -24,7 +24,7 @@ from holdfast.formats.selection import find_extra_states, find_weights
 from holdfast.formats.source import Source
 from holdfast.formats.weights_report import WeightsReport
 from holdfast.ranks.base import Ranks, together
-from holdfast.ranks.store import torch_ranks
+from holdfast.ranks.torch_store import torch_ranks
 from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.progress import Progress
 from holdfast.state.modules import load_module, module_state

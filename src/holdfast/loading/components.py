@@ -12,8 +12,9 @@ from holdfast.errors import StateMismatchError, UsageError
 from holdfast.loading.files import ValueFiles
 from holdfast.loading.match import Fitted, Place, SavedState, match
 from holdfast.loading.records import LoadRequest
+from holdfast.loading.strategy import LoadStrategy
 from holdfast.loading.verdict import MatchReport, Share
-from holdfast.ondisk.manifest import TreeRecord
+from holdfast.ondisk.manifest import IMPORTED_FROM, TreeRecord
 from holdfast.runs.checkpoint import Checkpoint
 from holdfast.state.frozen import take_frozen
 from holdfast.state.names import holds_state, kind_of, unwrap
@@ -48,6 +49,9 @@ class Matched:
             absent=tuple(self.absent),
             shares=self._shares(request),
             accepted=(*_all(self.fitted, "accepted"), *self.left_for_world),
+            renamed=_all(self.fitted, "renamed"),
+            cast=_all(self.fitted, "cast"),
+            rules=tuple(sorted({rule for one in self.fitted for rule in one.rules})),
         )
 
     def _shares(self, request: LoadRequest) -> tuple[Share, ...]:
@@ -79,7 +83,7 @@ def match_components(request: LoadRequest, checkpoint: Checkpoint, place: Place)
     files = ValueFiles(checkpoint, checked=request.verify == "full")
     saved = SavedState(leaves, trees, files.values, files.require, manifest.world_size, same_torch)
     matched = Matched()
-    for name in _choose(matched, request, trees, checkpoint.step):
+    for name in _choose(matched, request, trees, checkpoint):
         fitted = match(name, request.components, saved, request.strategy, place)
         if fitted.skipped:
             matched.skipped.append(f"{name}: {fitted.skipped}")
@@ -89,7 +93,9 @@ def match_components(request: LoadRequest, checkpoint: Checkpoint, place: Place)
     return matched
 
 
-def _choose(matched: Matched, request: LoadRequest, trees: Mapping[str, Sequence[TreeRecord]], step: int) -> list[str]:
+def _choose(
+    matched: Matched, request: LoadRequest, trees: Mapping[str, Sequence[TreeRecord]], checkpoint: Checkpoint
+) -> list[str]:
     """Return the components to restore. One that was named and is nowhere, or that the checkpoint lacks, is an
     error."""
     components, strategy = request.components, request.strategy
@@ -99,6 +105,7 @@ def _choose(matched: Matched, request: LoadRequest, trees: Mapping[str, Sequence
                 f"there is no component '{name}' to restore", advice=f"the manager has {', '.join(sorted(components))}"
             )
     kinds = {name: kind_of(name, unwrap(component)) for name, component in components.items()}
+    _check_renamed(strategy, kinds, trees)
     chosen = [name for name in components if strategy.takes(name, kinds[name])]
     matched.skipped += [f"{name}: left out by the strategy" for name in components if name not in chosen]
     matched.skipped += [f"{name}: no such component is attached" for name in trees if name not in components]
@@ -109,16 +116,38 @@ def _choose(matched: Matched, request: LoadRequest, trees: Mapping[str, Sequence
         for name in components[cover].covers
     }
     matched.skipped += [f"{name}: covered by another component" for name in chosen if name in covered]
-    matched.chosen = chosen = [name for name in chosen if name not in covered]
+    # What another tool saved seldom has a random state of ours; the one of this process goes on.
+    unknown = {
+        name
+        for name in chosen
+        if IMPORTED_FROM in checkpoint.head.versions
+        and name not in trees
+        and name not in strategy.named()
+        and isinstance(unwrap(components[name]), RNGState)
+    }
+    matched.skipped += [f"{name}: the checkpoint was imported, and its source had none" for name in unknown]
+    matched.chosen = chosen = [name for name in chosen if name not in covered | unknown]
     matched.absent = [name for name in chosen if name not in trees]
     if matched.absent and strategy.on_missing == "error":
         raise StateMismatchError(
             "the checkpoint has no such component",
-            step=step,
+            step=checkpoint.step,
             missing=matched.absent,
             advice=f"it has {', '.join(sorted(trees))}; LoadStrategy(on_missing='skip') goes on without",
         )
     return [name for name in chosen if name in trees]
+
+
+def _check_renamed(strategy: LoadStrategy, kinds: Mapping[str, str], trees: Mapping[str, Sequence[TreeRecord]]) -> None:
+    """Refuse to rename leaves of a component that is no model, or that is nowhere."""
+    for name in strategy.renamed_components():
+        kind = kinds.get(name) or next((tree.kind for tree in trees.get(name, ())), None)
+        if kind != "module":
+            models = ", ".join(sorted(one for one, kind in kinds.items() if kind == "module"))
+            raise UsageError(
+                f"rename names the component '{name}', which is " + ("no model" if kind else "not there"),
+                advice=f"the manager has the models {models}; state of optimizers follows them",
+            )
 
 
 def _all(fitted: Sequence[Fitted], name: str) -> tuple[str, ...]:

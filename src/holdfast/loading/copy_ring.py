@@ -1,7 +1,7 @@
 """Carry bytes to tensors through a few slots of host memory, used again and again. Knows devices; knows no files.
 
-A thread fills a slot and copies from it; for a GPU the slots are page-locked and the copy runs on a stream of its own
-while the thread fills the next slot. A slot is given out again when the copies from it are done.
+A thread fills a slot and copies from it; for an accelerator the slots are page-locked and the copy runs on a stream of
+its own while the thread fills the next slot. A slot is given out again when the copies from it are done.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import Any, Protocol, Self
 import torch
 
 from holdfast.loading.requests import PIECE_BYTES
+from holdfast.state.devices import ACCELERATORS, Accelerator, Accelerators, DeviceEvent
 from holdfast.state.memory import PAGE_BYTES, prefer_huge_pages
 from holdfast.state.tensors import is_host_memory
 
-__all__ = ["SLOT_BYTES", "Carrier", "CudaCarrier", "HostCarrier", "Ring", "Rings"]
+__all__ = ["SLOT_BYTES", "Carrier", "DeviceCarrier", "HostCarrier", "Ring", "Rings"]
 
 # A piece, widened to whole pages on both sides, fits into a slot.
 SLOT_BYTES = PIECE_BYTES + (64 << 10)
@@ -57,7 +58,7 @@ class HostCarrier:
         return memory[-memory.data_ptr() % PAGE_BYTES :][:size_bytes]
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        if is_host_memory(target) and source.is_contiguous():
+        if is_host_memory(target) and source.is_contiguous() and source.dtype == target.dtype:
             # torch's own copy would start a team of threads under each of ours.
             ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
         else:
@@ -73,44 +74,43 @@ class HostCarrier:
         return None
 
 
-class CudaCarrier:
-    """To a GPU, on a stream of its own, behind everything that `after` had to do until now.
+class DeviceCarrier:
+    """To an accelerator's device, on a stream of its own, behind everything that `after` had to do until now.
 
     Made by the thread that uses it.
     """
 
     slots = 2
 
-    def __init__(self, device: torch.device, after: torch.cuda.Stream) -> None:
+    def __init__(self, accelerator: Accelerator, device: torch.device, after: Any) -> None:
+        self._accelerator = accelerator
         self._device = device
         # For this thread, which is one of ours: to go back to device 0 after each copy would take memory there.
-        torch.cuda.set_device(device)
-        self._stream = torch.cuda.Stream(device)
+        accelerator.set_device(device)
+        self._stream = accelerator.new_stream(device)
         # The targets may still be in use there, or be memory that was given back while a kernel still reads it.
         self._stream.wait_stream(after)
 
     def memory(self, size_bytes: int) -> torch.Tensor:
         try:
-            return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+            return self._accelerator.empty_page_locked([size_bytes], torch.uint8)
         except RuntimeError:
             # No page-locked memory is left: from other memory the same copies only take longer.
             return HostCarrier().memory(size_bytes)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        with torch.cuda.stream(self._stream):
+        with self._accelerator.use_stream(self._stream):
             target.copy_(source, non_blocking=True)
 
     def landed(self, source: torch.Tensor) -> torch.Tensor:
-        with torch.cuda.stream(self._stream):
+        with self._accelerator.use_stream(self._stream):
             return source.to(self._device, non_blocking=True)
 
-    def mark(self) -> torch.cuda.Event:
-        # blocking: a thread that waits sleeps, and leaves its core to those that digest.
-        event = torch.cuda.Event(blocking=True)
-        event.record(self._stream)
+    def mark(self) -> DeviceEvent:
+        event: DeviceEvent = self._accelerator.record_event(self._stream)
         return event
 
-    def wait(self, mark: torch.cuda.Event) -> None:
+    def wait(self, mark: DeviceEvent) -> None:
         mark.synchronize()
 
 
@@ -162,7 +162,7 @@ class Rings:
     """
 
     def __init__(self, carrier: Callable[[torch.device], Carrier] | None = None) -> None:
-        self._carrier = carrier or _carriers_after_this_thread()
+        self._carrier = carrier or carriers_after_this_thread()
         self._own = threading.local()
         self._all: list[Ring] = []
 
@@ -186,16 +186,15 @@ class Rings:
             ring.drain()
 
 
-def _carriers_after_this_thread() -> Callable[[torch.device], Carrier]:
+def carriers_after_this_thread(accelerators: Accelerators = ACCELERATORS) -> Callable[[torch.device], Carrier]:
+    """Return what makes the carrier to a device, whose copies come after all that the calling thread has enqueued."""
     # A stream is current for one thread only, so it must be asked for here and not where the copies are made.
-    if torch.cuda.is_initialized():
-        streams = [torch.cuda.current_stream(index) for index in range(torch.cuda.device_count())]
-    else:
-        streams = []
+    streams = {device: stream for kind in accelerators for device, stream in kind.current_streams().items()}
 
     def carrier(device: torch.device) -> Carrier:
-        if device.type == "cuda" and device.index is not None:
-            return CudaCarrier(device, streams[device.index])
+        accelerator = accelerators.of(device)
+        if accelerator is not None and device in streams:
+            return DeviceCarrier(accelerator, device, streams[device])
         return HostCarrier()
 
     return carrier

@@ -118,6 +118,8 @@ class _Attempt:
             phases=self._clock.phases,
             unclaimed=verdict.unclaimed,
             accepted=verdict.accepted,
+            renamed=verdict.renamed,
+            cast=verdict.cast,
         )
 
     def _match_here(self) -> MatchReport:

@@ -18,6 +18,7 @@ from holdfast.ondisk.manifest import TensorRecord
 from holdfast.ondisk.regions import Box, span_of, strides_of
 from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.report import Problem
+from holdfast.state.devices import ACCELERATORS
 from holdfast.state.memory import prefer_huge_pages
 from holdfast.state.tensors import is_dense, torch_dtype
 
@@ -76,6 +77,8 @@ def _fills(request: Request, checkpoint: Checkpoint, readers: int, later: Device
         target = request.target if overlap.wanted is None else _narrow(request.target, overlap.wanted)
         if not (overlap.span.dense and is_dense(target)):
             yield from _scattered(request.leaf, overlap, target, once)
+        elif target.dtype != torch_dtype(request.leaf.dtype):
+            yield from _converted(request.leaf, overlap, target, once)
         elif target.is_cpu:
             yield from _to_memory(request.leaf, overlap, target, once, request.fresh)
         else:
@@ -90,6 +93,21 @@ def _to_memory(leaf: TensorRecord, overlap: Overlap, target: torch.Tensor, once:
     first = overlap.span.start * leaf.item_bytes
     for start, end in pieces(region, first, first + overlap.span.length * leaf.item_bytes):
         yield Job(leaf.name, file, region, start, end, address + start - first, once=once, fresh=fresh)
+
+
+def _converted(leaf: TensorRecord, overlap: Overlap, target: torch.Tensor, once: bool) -> Iterator[Job]:
+    """Yield jobs for a target of another floating type: each piece is converted on its way out of the slot."""
+    item, dtype = leaf.item_bytes, torch_dtype(leaf.dtype)
+    region, file = overlap.region, overlap.chunk.file
+    if region.block_bytes % item:
+        yield from _scattered(leaf, overlap, target, once)
+        return
+    flat = target.view(-1)
+    first = overlap.span.start * item
+    for start, end in pieces(region, first, first + overlap.span.length * item):
+        part = flat[(start - first) // item : (end - first) // item]
+        place = partial(_copy_scattered, part, dtype, tuple(part.shape), (1,))
+        yield Job(leaf.name, file, region, start, end, place=place, device=flat.device, once=once)
 
 
 def _to_device(
@@ -109,9 +127,9 @@ def _devices_that_check(requests: Sequence[Request]) -> list[torch.device]:
     """Return the devices that get so many bytes that checking them there saves time."""
     sizes: dict[torch.device, int] = {}
     for request in requests:
-        if request.fresh and request.target.is_cuda:
+        if request.fresh and not request.target.is_cpu:
             sizes[request.target.device] = sizes.get(request.target.device, 0) + request.target.nbytes
-    return [device for device, size in sizes.items() if size >= _DEVICE_CHECKS_FROM_BYTES]
+    return [device for device in ACCELERATORS.among(sizes) if sizes[device] >= _DEVICE_CHECKS_FROM_BYTES]
 
 
 def _scattered(leaf: TensorRecord, overlap: Overlap, whole_target: torch.Tensor, once: bool) -> Iterator[Job]:

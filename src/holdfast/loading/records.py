@@ -32,7 +32,8 @@ class LoadRequest:
 class Loaded:
     """What was restored, from where, and what was not. `phases` are the seconds of each part, by name. `unclaimed` are
     the components of the checkpoint that no rank holds and that the strategy does not leave out. `accepted` are the
-    differences that only a loose strategy lets pass."""
+    differences that only a loose strategy lets pass, `renamed` and `cast` the leaves that have another name or type in
+    the checkpoint."""
 
     checkpoint: Checkpoint
     restored: tuple[str, ...]
@@ -43,6 +44,8 @@ class Loaded:
     phases: Mapping[str, float] = field(default_factory=dict)
     unclaimed: tuple[str, ...] = ()
     accepted: tuple[str, ...] = ()
+    renamed: tuple[str, ...] = ()
+    cast: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from typing import Self
 import torch
 
 from holdfast.loading.requests import Request
+from holdfast.state.devices import ACCELERATORS, Accelerators
 
 __all__ = ["SideBuffers", "room_on"]
 
@@ -29,11 +30,17 @@ class SideBuffers:
     held: list[torch.Tensor] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     rest: list[Request] = field(default_factory=list)
+    accelerators: Accelerators = ACCELERATORS
 
     @classmethod
-    def of(cls, requests: Sequence[Request], room: Callable[[torch.device], int]) -> Self:
+    def of(
+        cls,
+        requests: Sequence[Request],
+        room: Callable[[torch.device], int],
+        accelerators: Accelerators = ACCELERATORS,
+    ) -> Self:
         """Take memory for as many of the requests as the room on their devices allows."""
-        buffers = cls()
+        buffers = cls(accelerators=accelerators)
         by_device: dict[torch.device, list[Request]] = {}
         for request in requests:
             # One that was made in inference mode takes no copy outside of it.
@@ -53,10 +60,10 @@ class SideBuffers:
 
     def drop(self) -> None:
         """Release what is held. The memory goes back to the devices: not only torch may need it."""
-        on_gpu = any(held.is_cuda for held in self.held)
+        used = set(self.accelerators.among(held.device for held in self.held).values())
         self.live, self.held, self.requests = [], [], []
-        if on_gpu:
-            torch.cuda.empty_cache()
+        for accelerator in used:
+            accelerator.release_cached_memory()
 
     def _take(self, requests: Iterable[Request], device: torch.device, room_bytes: int) -> None:
         group: list[Request] = []
@@ -92,17 +99,17 @@ class SideBuffers:
             self.requests.append(replace(request, target=held, fresh=True))
 
 
-def room_on(device: torch.device) -> int:
+def room_on(device: torch.device, accelerators: Accelerators = ACCELERATORS) -> int:
     """Return how many bytes side buffers may take on a device: what is free, but for a tenth of it all, or 2 GiB.
 
     None in host memory: there the page cache has what was read, and new pages can cost far more than to read it again,
     where a virtual machine must get them from its host.
     """
-    if device.type != "cuda":
+    accelerator = accelerators.of(device)
+    if accelerator is None:
         return 0
-    free, total = torch.cuda.mem_get_info(device)
-    kept_by_torch = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(free + kept_by_torch - max(total // 10, 2 << 30))
+    memory = accelerator.memory(device)
+    return memory.free + memory.cached - max(memory.total // 10, 2 << 30)
 
 
 def _rounded(size_bytes: int) -> int:

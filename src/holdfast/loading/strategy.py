@@ -5,11 +5,12 @@ from __future__ import annotations
 import fnmatch
 import functools
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Self, get_args
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Self, get_args
 
 from holdfast.errors import UsageError
+from holdfast.loading.renaming import Rename, frozen_rename, is_by_component, plain_rename, rename_in_words
 from holdfast.ondisk.paths import check_component_name
 
 Verify = Literal["full", "quick", "off"]
@@ -35,6 +36,12 @@ class LoadStrategy:
         live state; "adapt" hands all old ranks' states to the component's `load_world_state(states, index, count)`.
     on_guard_mismatch: "error", or "warn" to log it and go on.
     progress: take the step and the counters along; without them the run starts at step 0.
+    rename: how names of the models' leaves in the checkpoint become names of the live ones, without the component in
+        front: a mapping of names, with `*` for any part, pairs of a regular expression and its replacement, or a
+        function; None in place of a new name drops a leaf. For single models a mapping of components to these. The
+        state of an optimizer follows the names of its parameters; `exclude` is about the new names.
+    cast: a tensor of float64, float32, float16 or bfloat16 may be another one of these in the checkpoint; it is
+        converted while it is read.
     """
 
     only: Sequence[str] | None = None
@@ -45,6 +52,8 @@ class LoadStrategy:
     on_world_change: Literal["error", "skip", "adapt"] = "error"
     on_guard_mismatch: Literal["error", "warn"] = "error"
     progress: bool = True
+    rename: Rename | Mapping[str, Rename] | None = None
+    cast: bool = False
 
     def __post_init__(self) -> None:
         for name in ("only", "skip", "exclude"):
@@ -55,10 +64,34 @@ class LoadStrategy:
             ("on_guard_mismatch", ("error", "warn")),
             ("strict", (True, False)),
             ("progress", (True, False)),
+            ("cast", (True, False)),
         ):
             if getattr(self, name) not in allowed:
                 raise UsageError(f"{name}={getattr(self, name)!r}", advice=f"use one of {allowed}")
+        object.__setattr__(self, "rename", frozen_rename(self.rename))
         self._check_names()
+
+    def __repr__(self) -> str:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        texts = (f"{name}={rename_in_words(one) if name == 'rename' else repr(one)}" for name, one in values.items())
+        return f"LoadStrategy({', '.join(texts)})"
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Return a strategy of plain data, such as that of a file. What is no field of it is an error."""
+        if not isinstance(data, Mapping):
+            raise UsageError(f"a load strategy is a mapping of fields to values, not {data!r:.100}")
+        known = [field.name for field in fields(cls)]
+        unknown = [name for name in data if name not in known]
+        if unknown:
+            raise UsageError(f"a load strategy has no {unknown[0]!r:.100}", advice=f"it has {', '.join(known)}")
+        return cls(**data)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data that `from_dict` makes an equal strategy of. A rename by a function has none."""
+        plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        lists = {name: list(value) for name, value in plain.items() if isinstance(value, tuple)}
+        return {**plain, **lists, "rename": plain_rename(self.rename)}
 
     @classmethod
     def weights_only(cls, **changes: object) -> Self:
@@ -80,6 +113,16 @@ class LoadStrategy:
         """Return the components that were named one by one: they must exist."""
         return [name for name in (*(self.only or ()), *self.skip) if name not in _KINDS]
 
+    def renaming(self, model: str) -> Rename | None:
+        """Return the rule for the leaves of one model; None where they keep their names."""
+        rename: Any = self.rename
+        rule: Rename | None = rename.get(model) if is_by_component(rename) else rename
+        return rule
+
+    def renamed_components(self) -> list[str]:
+        """Return the models that `rename` names one by one."""
+        return list(self.rename) if is_by_component(self.rename) else []  # type: ignore[arg-type]
+
     def excluding(self, leaf: str) -> str | None:
         """Return the first glob that excludes a leaf, or None."""
         return next((glob for glob, pattern in _compiled(tuple(self.exclude)) if pattern.match(leaf)), None)
@@ -96,7 +139,7 @@ class LoadStrategy:
         both = sorted(set(self.only or ()) & set(self.skip))
         if both:
             raise UsageError(f"{', '.join(both)}: named in only= and in skip=", advice="name it in one of them")
-        for name in self.named():
+        for name in (*self.named(), *self.renamed_components()):
             check_component_name(name)
 
 

@@ -6,7 +6,7 @@ What does not fit is an error that names everything at once, before any live obj
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -14,7 +14,9 @@ import msgspec
 from holdfast.errors import StateMismatchError, UsageError
 from holdfast.loading.guards import check_guards
 from holdfast.loading.records import LoadRequest
+from holdfast.loading.renaming import rename_entries
 from holdfast.loading.strategy import LoadStrategy
+from holdfast.loading.suggestions import Differences, suggestion
 from holdfast.ranks.wording import ranks_in_words
 from holdfast.runs.checkpoint import Checkpoint
 from holdfast.state.frozen import frozen_guards
@@ -56,6 +58,9 @@ class MatchReport(msgspec.Struct, frozen=True, array_like=True):
     absent: tuple[str, ...] = ()
     shares: tuple[Share, ...] = ()
     accepted: tuple[str, ...] = ()
+    renamed: tuple[str, ...] = ()
+    cast: tuple[str, ...] = ()
+    rules: tuple[tuple[str, str], ...] = ()
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
@@ -67,6 +72,8 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
     absent: tuple[str, ...] = ()
     unclaimed: tuple[str, ...] = ()
     accepted: tuple[str, ...] = ()
+    renamed: tuple[str, ...] = ()
+    cast: tuple[str, ...] = ()
 
 
 def judge(reports: Sequence[MatchReport], request: LoadRequest, checkpoint: Checkpoint) -> Verdict:
@@ -78,6 +85,9 @@ def judge(reports: Sequence[MatchReport], request: LoadRequest, checkpoint: Chec
     useless = sorted(set(strategy.exclude) - {glob for report in reports for glob in report.globs})
     if useless and request.globs_must_match:
         raise UsageError(f"exclude={useless[0]!r} matches no leaf", step=checkpoint.step)
+    if request.globs_must_match:
+        _require_rules(strategy, reports, checkpoint.step)
+    misfits = _Misfits(checkpoint, strategy, missing, unexpected, _by_kind(reports))
     if mismatched or (strategy.strict and (missing or unexpected)):
         raise StateMismatchError(
             "checkpoint and live objects do not fit together",
@@ -85,9 +95,9 @@ def judge(reports: Sequence[MatchReport], request: LoadRequest, checkpoint: Chec
             missing=missing if strategy.strict else (),
             unexpected=unexpected if strategy.strict else (),
             mismatched=mismatched,
-            advice=_advice(strategy, one_sided=bool(missing or unexpected), mismatched=bool(mismatched)),
+            advice=_advice(strategy, one_sided=bool(missing or unexpected), mismatched=bool(mismatched))
+            + misfits.to_paste(mismatched),
         )
-    misfits = _Misfits(checkpoint, strategy, missing, unexpected)
     misfits.require_something([share for report in reports for share in report.shares])
     misfits.require_something_on_each(reports)
     guards = frozen_guards({entry for report in reports for entry in report.frozen})
@@ -98,7 +108,28 @@ def judge(reports: Sequence[MatchReport], request: LoadRequest, checkpoint: Chec
         absent=union([report.absent for report in reports]),
         unclaimed=_unclaimed(union([report.attached for report in reports]), request, checkpoint),
         accepted=union([report.accepted for report in reports]),
+        renamed=union([report.renamed for report in reports]),
+        cast=union([report.cast for report in reports]),
     )
+
+
+def _require_rules(strategy: LoadStrategy, reports: Sequence[MatchReport], step: int) -> None:
+    """Refuse a rename of which an entry matches nothing in any model, but for models that are attached later."""
+    used = {rule for report in reports for rule in report.rules}
+    attached = {name for report in reports for name in report.attached}
+    by_component = strategy.renamed_components()
+    for model in by_component or [""]:
+        entries = rename_entries(strategy.renaming(model))
+        matched = {entry for name, entry in used if name == model or not by_component}
+        useless = [entry for entry in entries if entry not in matched]
+        if useless and (not model or model in attached):
+            where = f" of '{model}'" if model else ""
+            raise UsageError(
+                f"rename: {useless[0]!r} matches no leaf{where} in the checkpoint",
+                step=step,
+                advice="names have no component in front and are those of the checkpoint, such as "
+                "'layers.0.weight' or 'layers.*'; no live object was changed",
+            )
 
 
 def log_differences(verdict: Verdict, strategy: LoadStrategy, step: int) -> None:
@@ -117,6 +148,12 @@ def log_differences(verdict: Verdict, strategy: LoadStrategy, step: int) -> None
         level = logging.WARNING if found else logging.INFO
         text = found or "nothing is missing on either side"
         logger.log(level, "step %d was restored with %s: %s", step, " and ".join(ways), text)
+    if verdict.renamed or verdict.cast:
+        changes = (
+            _counted(verdict.renamed, "leaf was", "leaves were", "renamed", separator="; "),
+            _counted(verdict.cast, "tensor was", "tensors were", "converted", separator="; "),
+        )
+        logger.info("step %d: %s", step, "; ".join(filter(None, changes)))
     if verdict.unclaimed:
         logger.log(
             logging.WARNING if strategy.progress else logging.INFO,
@@ -171,6 +208,25 @@ class _Misfits:
     strategy: LoadStrategy
     missing: Sequence[str]
     unexpected: Sequence[str]
+    components: Mapping[str, Sequence[str]]
+
+    def to_paste(self, mismatched: Sequence[str] = ()) -> str:
+        """Return the arguments that would let the restore through, ready to paste; an empty text where that is not
+        plain to see."""
+        strict = self.strategy.strict
+        found = Differences(
+            self.missing if strict or not mismatched else (),
+            self.unexpected if strict or not mismatched else (),
+            mismatched,
+            {tensor.name for tensor in self.checkpoint.manifest.tensors},
+            self.components.get("module", ()),
+            self.components.get("optimizer", ()),
+        )
+        text = suggestion(found, may_rename=self.strategy.rename is None)
+        if not text:
+            return ""
+        plain = self.strategy == LoadStrategy()
+        return f"; to paste: strategy=LoadStrategy({text})" if plain else f"; to add to the LoadStrategy: {text}"
 
     def require_something(self, shares: Sequence[Share]) -> None:
         """Refuse, in every strictness, to call it a restore when a model or an optimizer would stay as it is."""
@@ -211,8 +267,14 @@ class _Misfits:
             missing=[leaf for leaf in self.missing if leaf.partition(".")[0].partition("@")[0] == name],
             unexpected=[leaf for leaf in self.unexpected if leaf.partition(".")[0].partition("@")[0] == name],
             advice=f"no live object was changed; {excluded}compare the names, or leave the component out with "
-            f"skip=({name!r},)",
+            f"skip=({name!r},)" + self.to_paste(),
         )
+
+
+def _by_kind(reports: Sequence[MatchReport]) -> dict[str, list[str]]:
+    """Return the components of all ranks by their kind."""
+    kinds = sorted({(share.component, share.kind) for report in reports for share in report.shares})
+    return {kind: [name for name, one in kinds if one == kind] for _, kind in kinds}
 
 
 def _advice(strategy: LoadStrategy, *, one_sided: bool, mismatched: bool) -> str:

@@ -29,7 +29,7 @@ from holdfast.manager.results import SaveHandle
 from holdfast.ondisk.codec import encode
 from holdfast.ondisk.manifest import STATE_DICT_NOTE, UserMetadata
 from holdfast.ondisk.paths import check_component_name, check_step
-from holdfast.ranks.store import torch_ranks
+from holdfast.ranks.torch_store import torch_ranks
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.events import EventLog, Observer
 from holdfast.runs.selector import check_tag

@@ -32,7 +32,7 @@ from holdfast.manager.schedule import Pace
 from holdfast.manager.triggers import Trigger
 from holdfast.ondisk.paths import check_step
 from holdfast.ranks.base import on_leader
-from holdfast.ranks.store import torch_ranks
+from holdfast.ranks.torch_store import torch_ranks
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.events import Event, EventLog, Observer

@@ -177,6 +177,8 @@ class Restores:
             "skipped": loaded.skipped,
             "rejected": tuple(map(str, loaded.passed_over)),
             "accepted": loaded.accepted,
+            "renamed": loaded.renamed,
+            "cast": loaded.cast,
             "config": checkpoint.config,
         }
         if not strategy.progress:

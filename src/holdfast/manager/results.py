@@ -95,7 +95,8 @@ class RestoreResult:
     `restored` are the components that took state, `missing` what the checkpoint did not have, `skipped` what was left
     as it is, each with the reason, and `rejected` the folders that were no sound checkpoint, each with the reason. A
     fresh start has it, too: with `resume="never"` it lists all that is there. `accepted` are differences that the
-    strategy let pass and a stricter one would refuse, such as another number of parameter groups.
+    strategy let pass and a stricter one would refuse, such as another number of parameter groups. `renamed` and `cast`
+    are the leaves that have another name or another floating type in the checkpoint.
     """
 
     resumed: bool
@@ -111,3 +112,5 @@ class RestoreResult:
     skipped: tuple[str, ...] = ()
     rejected: tuple[str, ...] = ()
     accepted: tuple[str, ...] = ()
+    renamed: tuple[str, ...] = ()
+    cast: tuple[str, ...] = ()

@@ -90,7 +90,7 @@ class Pace:
             self._causes |= _reasons_to_stop(self._by_step, moment) if wish.stop else set()
         if self._by_leader is not None:
             self._pass_signals_on()
-            word = self._ranks.leaders_word(lambda: self._word(step, epoch))
+            word = self._ranks.broadcast(lambda: self._word(step, epoch))
             said = from_msgpack(word, _Word) if word else _SILENCE
             self._causes |= set(said.causes)
             wish = _both(wish, said.wish)

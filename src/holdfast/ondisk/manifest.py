@@ -38,6 +38,11 @@ Ranking = tuple[tuple[str, RankingMode], ...]
 STATE_DICT_NOTE = "dcp"
 """The key in `extra` that says how PyTorch's keys are found again in a plain state dict. No user can give it."""
 
+IMPORT_NOTE = "import"
+"""The key in `extra` under which an imported checkpoint states what of its source was taken and what was left."""
+IMPORTED_FROM = "imported_from"
+"""The key in `versions` of an imported checkpoint: the layout that its source had. No save has it."""
+
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Sequence = Annotated[int, msgspec.Meta(ge=0, le=MAX_SEQUENCE)]
 Sizes = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]

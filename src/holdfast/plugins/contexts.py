@@ -62,14 +62,15 @@ class LoadContext:
     state: the components by name; None stands for those that the manager was built with.
     selector: which checkpoint: `latest`, `best:val_loss`, `500`, a tag.
     source: another run or the path of a checkpoint; None is the manager's own run.
-    strategy: a `LoadStrategy` of one's own, within what the purpose allows. guards: as for `CheckpointManager.restore`.
+    strategy: a `LoadStrategy` of one's own, within what the purpose allows, or plain data that makes one, such as
+        `{"rename": {"old.*": "new.*"}, "cast": True}`. guards: as for `CheckpointManager.restore`.
     """
 
     purpose: Purpose = "resume"
     state: Mapping[str, Any] | None = None
     selector: str | int = "latest"
     source: str | os.PathLike[str] | None = None
-    strategy: LoadStrategy | None = None
+    strategy: LoadStrategy | Mapping[str, Any] | None = None
     guards: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -98,6 +99,15 @@ class LoadContext:
         # A text without a slash would be a tag of the manager's own run.
         return source if "/" in source or "@" in source else Path(source)
 
+    @property
+    def own_strategy(self) -> LoadStrategy | None:
+        """The strategy as a value, whichever form it was given in."""
+        if isinstance(self.strategy, Mapping):
+            return LoadStrategy.from_dict(self.strategy)
+        if not isinstance(self.strategy, LoadStrategy | None):
+            raise UsageError(f"strategy={self.strategy!r:.100}", advice="give a holdfast.LoadStrategy, or its fields")
+        return self.strategy
+
     def _check_source(self) -> None:
         try:
             chosen = parse_selector(self.selector)
@@ -117,11 +127,10 @@ class LoadContext:
             )
 
     def _check_strategy(self) -> None:
-        strategy = self.strategy
+        strategy = self.own_strategy
         if strategy is None:
             return
-        if not isinstance(strategy, LoadStrategy):
-            raise UsageError(f"strategy={strategy!r:.100}", advice="give a holdfast.LoadStrategy")
+        object.__setattr__(self, "strategy", strategy)
         if strategy.progress and self.purpose != "resume":
             raise UsageError(
                 f"purpose='{self.purpose}' starts at step 0, and the strategy says progress=True",

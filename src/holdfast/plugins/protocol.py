@@ -221,7 +221,7 @@ class HoldfastManager:
         state = self._state if context.state is None else context.state
         if context.purpose == "resume":
             self._check_known(state)
-            return self._restore_own(state, context, context.strategy or LoadStrategy())
+            return self._restore_own(state, context, context.own_strategy or LoadStrategy())
         strategy = _strategy(context, state, kinds)
         restore = self._restore_own if self._owns(state) else self._restore_others
         result = restore(state, context, strategy)
@@ -326,7 +326,7 @@ CALLS = {
 
 def _strategy(context: LoadContext, state: Mapping[str, Any], kinds: tuple[str, ...]) -> LoadStrategy:
     """The context's own strategy, or the purpose's, for components of these kinds."""
-    strategy = context.strategy
+    strategy = context.own_strategy
     if strategy is None:
         if context.purpose == "adapter":
             return LoadStrategy(only=kinds, progress=False, strict=_is_all_trainable(state), on_missing="skip")

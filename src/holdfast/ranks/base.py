@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-__all__ = ["Choice", "Mine", "Ranks", "on_leader", "together"]
+__all__ = ["DEFAULT_TIMEOUT_SECONDS", "Choice", "Mine", "Ranks", "on_leader", "together"]
 
 Mine = TypeVar("Mine")
 Choice = TypeVar("Choice")
+
+# How long a rank waits for another one, unless the caller gives a time.
+DEFAULT_TIMEOUT_SECONDS = 600.0
 
 
 class Ranks(Protocol):
@@ -45,12 +48,12 @@ class Ranks(Protocol):
     def branch(self, name: str) -> Ranks:
         """Return the same ranks for a second thread, whose agreements do not mix with those of the first."""
 
-    def pulse(self) -> None:
+    def heartbeat(self) -> None:
         """Send a heartbeat in the middle of this rank's part of a decision: the ranks that wait for it wait longer."""
 
-    def leaders_word(self, say: Callable[[], bytes]) -> bytes:
-        """Return what `say` returns, which is called on the leader alone and may not fail. Cheap enough for every step:
-        one message, which the other ranks fetch, and no answer."""
+    def broadcast(self, compute: Callable[[], bytes]) -> bytes:
+        """Return what `compute` returns, which is called on the leader alone and may not fail. Cheap enough for every
+        step: one message, which the other ranks fetch, and no answer."""
 
     def flag(self, texts: list[str]) -> None:
         """Leave texts for the leader, which reads them whenever it calls `flags`."""
@@ -58,7 +61,7 @@ class Ranks(Protocol):
     def flags(self) -> list[str]:
         """Return what ranks have flagged so far. Of two that flag at the same moment one may be missing."""
 
-    def part(self, seconds: float) -> None:
+    def close(self, seconds: float) -> None:
         """Make the last call: the leader waits, for at most `seconds`, until all others have fetched what it sent."""
 
 

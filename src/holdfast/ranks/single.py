@@ -36,11 +36,11 @@ class Alone:
     def branch(self, name: str) -> Alone:
         return self
 
-    def pulse(self) -> None:
+    def heartbeat(self) -> None:
         pass
 
-    def leaders_word(self, say: Callable[[], bytes]) -> bytes:
-        return say()
+    def broadcast(self, compute: Callable[[], bytes]) -> bytes:
+        return compute()
 
     def flag(self, texts: list[str]) -> None:
         pass
@@ -48,7 +48,7 @@ class Alone:
     def flags(self) -> list[str]:
         return []
 
-    def part(self, seconds: float) -> None:
+    def close(self, seconds: float) -> None:
         pass
 
     def __repr__(self) -> str:

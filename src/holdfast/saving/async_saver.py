@@ -26,17 +26,18 @@ from holdfast.saving.current import CurrentSave
 from holdfast.saving.files import plain_files
 from holdfast.saving.pending import PendingSave
 from holdfast.saving.stage import ChosenMode, Mode, Stager
-from holdfast.saving.staging.device_copy import best_mode, is_on_device
+from holdfast.saving.staging.device_copy import best_mode
 from holdfast.saving.staging.step_hooks import StepHooks, changes_in_step_alone
 from holdfast.saving.writer.messages import Image, Job, Layout, PlainImage
 from holdfast.saving.writer.supervisor import WriterSupervisor
+from holdfast.state.devices import ACCELERATORS
 from holdfast.state.names import unwrap
 
 __all__ = ["AsyncSaver", "StagedSave"]
 
 logger = logging.getLogger("holdfast")
 
-_PARTING_SECONDS = 5.0
+_CLOSING_SECONDS = 5.0
 _LONGEST_SECONDS = 1e9
 
 
@@ -127,7 +128,7 @@ class AsyncSaver:
         ranks, self._background_ranks = self._background_ranks, None
         if ranks is not None:
             with contextlib.suppress(Exception):
-                ranks.part(_PARTING_SECONDS)
+                ranks.close(_CLOSING_SECONDS)
 
     def _stage(self, agreed: AgreedSave, pending: PendingSave, handoff: WriterHandoff) -> None:
         own, memory = self._agreement.rank_plan(agreed), agreed.captured.memory
@@ -141,7 +142,7 @@ class AsyncSaver:
         arena.begin()
         pending.size_bytes = sum(image.size_bytes for image in images) + sum(file.size_bytes for file in plain)
         pending.written_bytes = lambda: arena.written
-        job = self._next_job(agreed, own.number, self.stager.stage_plain(plain), eager=is_on_device(memory))
+        job = self._next_job(agreed, own.number, self.stager.stage_plain(plain), eager=ACCELERATORS.hold_any(memory))
         handoff.names = _file_names(job, images)
         writer.send(job)
         # Not before: the cleanup after a failure waits for a reply of this writer.

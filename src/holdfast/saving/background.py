@@ -216,7 +216,7 @@ class BackgroundSave:
         if done != self._reported_bytes and time.monotonic() > self._next_pulse:
             self._reported_bytes, self._next_pulse = done, time.monotonic() + _PULSE_SECONDS
             with contextlib.suppress(Exception):
-                self._ranks.pulse()
+                self._ranks.heartbeat()
         return done
 
     def _writer(self) -> Writer:

@@ -18,7 +18,8 @@ from holdfast.errors import UsageError
 from holdfast.ondisk import paths
 from holdfast.ondisk.manifest import MeshRecord
 from holdfast.ondisk.regions import Cut, whole
-from holdfast.saving.messages import Inventory, PartEntry, TreeEntry
+from holdfast.saving.messages import UNSAMPLED, Inventory, PartEntry, TreeEntry
+from holdfast.state.devices import ACCELERATORS
 from holdfast.state.frozen import take_frozen
 from holdfast.state.names import cut_at, cuts_of, models_of, random_state_last, scope_of
 from holdfast.state.state_dicts import component_state, tree_of
@@ -187,10 +188,15 @@ def _parts_of(
                 sharded=cut is not None or is_sharded(tensor),
                 led=path in tree.led,
                 mesh=mesh,
-                device=tensor.device.type,
+                device=_device_type(tensor),
             )
         )
     return tuple(parts), frozenset(meshes)
+
+
+def _device_type(tensor: torch.Tensor) -> str:
+    known = tensor.is_cpu or ACCELERATORS.of(tensor.device) is not None
+    return tensor.device.type if known else UNSAMPLED
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from blake3 import blake3
 
 from holdfast.errors import UsageError
 from holdfast.ranks.wording import ranks_in_words
-from holdfast.saving.messages import ReplicaSet, Sample, StateSummary
+from holdfast.saving.messages import HOST, UNSAMPLED, ReplicaSet, Sample, StateSummary
+from holdfast.state.devices import ACCELERATORS, Accelerator, Accelerators, DeviceEvent
 from holdfast.state.tensors import host_pieces, is_dense, is_host_memory, memory_at
 
 WINDOW_BYTES = 32 << 10
@@ -54,8 +54,9 @@ def digest_parts(
 class Sampler:
     """Takes the samples of one rank, from save to save."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, accelerators: Accelerators = ACCELERATORS) -> None:
         self._rank = rank
+        self._accelerators = accelerators
         self._mine: list[tuple[int, ReplicaSet, tuple[int, ...]]] = []
         self._comparison = 0
         self._structure = ""
@@ -87,12 +88,12 @@ class Sampler:
         there: list[tuple[int, list[torch.Tensor]]] = []
         for number, one, parts in self._mine:
             windows = _windows(memory, parts, one.quota, self.round)
-            if one.device == "cpu":
+            if one.device == HOST:
                 here.append((number, _digest_on_host(windows)))
             else:
                 there.append((number, _sums_on_devices(windows)))
         if there:
-            self._enqueued.append(_Enqueued.of(self.round, step, there))
+            self._enqueued.append(_Enqueued.of(self.round, step, there, self._accelerators))
         samples = tuple(one.sample() for one in ready)
         return (*samples, Sample(self.round, step, tuple(here))) if here else samples
 
@@ -185,16 +186,19 @@ class _Enqueued:
     round: int
     step: int
     sums: list[tuple[int, list[torch.Tensor]]]
-    events: list[Any]
+    events: list[DeviceEvent]
 
     @classmethod
-    def of(cls, number: int, step: int, sums: Sequence[tuple[int, list[torch.Tensor]]]) -> _Enqueued:
-        copies = [(index, [_to_host(one) for one in some]) for index, some in sums]
-        events = []
-        for device in {one.device for _, some in sums for one in some}:
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(device))
-            events.append(event)
+    def of(
+        cls,
+        number: int,
+        step: int,
+        sums: Sequence[tuple[int, list[torch.Tensor]]],
+        accelerators: Accelerators,
+    ) -> _Enqueued:
+        used = accelerators.among(one.device for _, some in sums for one in some)
+        copies = [(index, [_to_host(one, used.get(one.device)) for one in some]) for index, some in sums]
+        events = [kind.record_event(kind.current_stream(device)) for device, kind in used.items()]
         return cls(number, step, copies, events)
 
     def is_ready(self) -> bool:
@@ -204,8 +208,10 @@ class _Enqueued:
         return Sample(self.round, self.step, tuple((number, _total(some)) for number, some in self.sums))
 
 
-def _to_host(one: torch.Tensor) -> torch.Tensor:
-    return torch.empty((), dtype=one.dtype, pin_memory=True).copy_(one, non_blocking=True)
+def _to_host(one: torch.Tensor, accelerator: Accelerator | None) -> torch.Tensor:
+    if accelerator is None:  # the state has moved since the sets were made
+        return one.cpu()
+    return accelerator.empty_page_locked((), one.dtype).copy_(one, non_blocking=True)
 
 
 def _total(sums: Sequence[torch.Tensor]) -> bytes:
@@ -215,9 +221,9 @@ def _total(sums: Sequence[torch.Tensor]) -> bytes:
 def _digest(one: ReplicaSet, tensors: Sequence[torch.Tensor]) -> bytes:
     """Return a digest of whole tensors. Waits for the device that holds them."""
     with torch.no_grad():
-        if one.device == "cuda":
-            return _total(_sums_on_devices(tensors))
-        return _digest_on_host(tensors)
+        if one.device in (HOST, UNSAMPLED):
+            return _digest_on_host(tensors)
+        return _total(_sums_on_devices(tensors))
 
 
 def _digest_on_host(tensors: Sequence[torch.Tensor]) -> bytes:

@@ -14,7 +14,7 @@ import msgspec
 from holdfast.errors import UsageError
 from holdfast.ondisk import paths
 from holdfast.ondisk.codec import Json
-from holdfast.ondisk.files import PlainFile, TensorFile
+from holdfast.ondisk.files import Pieces, PlainFile, TensorFile
 from holdfast.ondisk.manifest import BLOCK_BYTES
 from holdfast.ondisk.regions import whole
 from holdfast.ondisk.safetensors import Frame, FramedChunk, frame
@@ -64,6 +64,16 @@ def with_sources(files: Sequence[FileLayout], memory: Sequence[Any]) -> list[Ten
         TensorFile(file.name, file.frame, [source_of(memory[part], _PIECE_BYTES) for part in file.parts])
         for file in files
     ]
+
+
+def streamed_files(sources: Mapping[FramedChunk, Pieces], *, rank: int) -> list[TensorFile]:
+    """Return the tensor files of chunks whose bytes come in pieces, in this order as far as one file cannot hold
+    all."""
+    files = []
+    for number, group in enumerate(split(list(sources))):
+        framed = frame(group)
+        files.append(TensorFile(paths.tensor_file(rank, number), framed, [sources[chunk] for chunk in framed.chunks]))
+    return files
 
 
 def split(chunks: Sequence[FramedChunk]) -> Iterator[list[FramedChunk]]:

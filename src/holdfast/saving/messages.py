@@ -8,6 +8,11 @@ from holdfast.ondisk.manifest import ChunkRecord, FileRecord, MeshRecord
 from holdfast.ondisk.regions import Box
 from holdfast.state.trees import FrozenEntry
 
+HOST = "cpu"
+"""The device type of host memory."""
+UNSAMPLED = ""
+"""In place of a device type: the device has no accelerator here, or the ranks hold the leaf on different ones."""
+
 
 class TreeEntry(msgspec.Struct, frozen=True, array_like=True):
     """A captured tree as the leader sees it. `values` travels only where the leader may have to merge."""
@@ -26,7 +31,7 @@ class PartEntry(msgspec.Struct, frozen=True, array_like=True):
     """One tensor of one tree as the leader sees it: the whole's type and shape, and the box that this rank holds.
 
     `mesh` is the index, in the inventory's `mesh_ranks`, of the mesh that cuts a DTensor; -1: no mesh does. `device` is
-    the type of the device that holds the box.
+    the type of the device that holds the box, or `UNSAMPLED`.
     """
 
     tree: int
@@ -37,7 +42,7 @@ class PartEntry(msgspec.Struct, frozen=True, array_like=True):
     sharded: bool
     led: bool = False
     mesh: int = -1
-    device: str = "cpu"
+    device: str = HOST
 
 
 class Inventory(msgspec.Struct, frozen=True, array_like=True):
@@ -54,8 +59,8 @@ class ReplicaSet(msgspec.Struct, frozen=True, array_like=True):
     """Boxes of leaves that the same ranks hold, whose content is compared.
 
     `choice` has for each of `ranks` which of `parts` are its parts of the inventory; all of `parts` are equally long.
-    `device` is the type of the device that holds them on every rank, "" where that differs. `quota` is how many of them
-    are sampled at each save.
+    `device` is the type of the device that holds them on every rank, or `UNSAMPLED`. `quota` is how many of them are
+    sampled at each save.
     """
 
     ranks: tuple[int, ...]

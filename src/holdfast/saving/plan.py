@@ -23,13 +23,23 @@ from holdfast.ondisk.dtypes import ELEMENT_TYPES
 from holdfast.ondisk.merging import references, union_of
 from holdfast.ondisk.regions import Box, cover_exactly
 from holdfast.ranks.wording import ranks_in_words
-from holdfast.saving.messages import Inventory, PartEntry, ReplicaSet, TreeEntry, WriteAssignment
+from holdfast.saving.messages import (
+    HOST,
+    UNSAMPLED,
+    Inventory,
+    PartEntry,
+    ReplicaSet,
+    TreeEntry,
+    WriteAssignment,
+)
 
 Replicas = Literal["compare", "trust"]
 """Whether the ranks compare what they hold of one leaf, or the user has declared it to be the same."""
 
-SAMPLED_PARTS = {"cpu": 64, "cuda": 24}
-"""How many parts of a rank are sampled at each save: about half a millisecond of the call, on either kind of device."""
+SAMPLED_HOST_PARTS = 64
+SAMPLED_DEVICE_PARTS = 24
+"""How many parts of a rank are sampled at each save: about half a millisecond of the call, in host memory as on a
+device."""
 
 
 class LeafPlan(NamedTuple):
@@ -337,7 +347,7 @@ def _replica_sets(
             if len(holders) > 1 and box.volume:
                 devices = {inventories[rank].parts[index].device for rank, index in holders}
                 ranks, indices = zip(*holders, strict=True)
-                device = devices.pop() if len(devices) == 1 else ""
+                device = devices.pop() if len(devices) == 1 else UNSAMPLED
                 found.setdefault((ranks, device), []).append((name, indices))
     of_rank = Counter(rank for ranks, _ in found for rank in ranks)
     most = max(of_rank.values(), default=1)
@@ -353,7 +363,8 @@ def _replica_set(
     choice = [
         distinct.setdefault(parts, len(distinct)) for parts in zip(*(indices for _, indices in held), strict=True)
     ]
-    quota = max(SAMPLED_PARTS[device] // sets_of_rank, 1) if device in SAMPLED_PARTS else 0
+    most = {HOST: SAMPLED_HOST_PARTS, UNSAMPLED: 0}.get(device, SAMPLED_DEVICE_PARTS)
+    quota = max(most // sets_of_rank, 1) if most else 0
     return ReplicaSet(ranks, tuple(distinct), tuple(choice), device, quota)
 
 

@@ -17,10 +17,11 @@ from holdfast.saving.files import FileLayout
 from holdfast.saving.staging.arena import PAGE_BYTES, Arena
 from holdfast.saving.staging.budget import own_processors
 from holdfast.saving.staging.chunks import Chunk, Placement, copy_all
-from holdfast.saving.staging.device_copy import DeviceCopier, Staging, is_on_device
+from holdfast.saving.staging.device_copy import DeviceCopier, Staging
 from holdfast.saving.staging.host_copy import Move, move_all
 from holdfast.saving.writer import messages as images
 from holdfast.saving.writer.messages import Image, PlainImage
+from holdfast.state.devices import ACCELERATORS, Accelerators
 from holdfast.state.tensors import is_host_memory, torch_dtype
 
 Mode = Literal["sync", "async", "async_pinned", "async_device"]
@@ -37,13 +38,14 @@ def arena_bytes(files: Iterable[FileLayout]) -> int:
 class Stager:
     """The arena of one rank and the copies into it."""
 
-    def __init__(self) -> None:
+    def __init__(self, accelerators: Accelerators = ACCELERATORS) -> None:
+        self._accelerators = accelerators
         self._arena: Arena | None = None
         self._files: Sequence[FileLayout] = ()
         self._images: tuple[Image, ...] = ()
         self._tensor_bytes = 0
         self._placement: Placement | None = None
-        self._copier = DeviceCopier()
+        self._copier = DeviceCopier(accelerators)
 
     @property
     def capacity_bytes(self) -> int:
@@ -86,7 +88,7 @@ class Stager:
         sources = placement.sources(memory)
         staging = Staging(placement.arena, self._tensor_bytes)
         with torch.no_grad():
-            if is_on_device(sources):
+            if self._accelerators.hold_any(sources):
                 self._copier.start(sources, placement, optimizers, staging, clones=mode == "async_device")
             else:
                 self._copy(sources, placement)

@@ -51,14 +51,14 @@ def get_rng_state() -> dict[str, Any]:
     import numpy
     import torch
 
+    from holdfast.state.devices import ACCELERATORS
+
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": numpy.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = list(torch.cuda.get_rng_state_all())
-    return state
+    return state | ACCELERATORS.rng_states()
 
 
 @contextmanager
@@ -76,8 +76,11 @@ def check_rng_state(state: Any) -> None:
     import numpy
     import torch
 
+    from holdfast.state.devices import ACCELERATORS
+
+    kinds = {accelerator.type for accelerator in ACCELERATORS}
     names = set(state) if isinstance(state, Mapping) else set()
-    if names - {"python", "numpy", "torch", "cuda"} or not {"python", "numpy", "torch"} <= names:
+    if names - {"python", "numpy", "torch", *kinds} or not {"python", "numpy", "torch"} <= names:
         raise StateMismatchError(f"this is no random state: it has {sorted(map(str, names))}")
     try:
         random.Random().setstate(state["python"])
@@ -85,9 +88,9 @@ def check_rng_state(state: Any) -> None:
     except (TypeError, ValueError, KeyError, IndexError, OverflowError) as error:
         raise StateMismatchError(f"this is no random state of Python and NumPy: {error}") from None
     ours = torch.get_rng_state()
-    devices = state.get("cuda", [])
-    if not isinstance(devices, list) or not all(isinstance(one, torch.Tensor) for one in (state["torch"], *devices)):
-        raise StateMismatchError("this is no random state of torch: it holds no tensors")
+    for states in ([state["torch"]], *(state[kind] for kind in kinds & names)):
+        if not isinstance(states, list) or not all(isinstance(one, torch.Tensor) for one in states):
+            raise StateMismatchError("this is no random state of torch: it holds no tensors")
     if state["torch"].dtype != ours.dtype or state["torch"].shape != ours.shape:
         raise StateMismatchError("this is no random state of torch on a CPU: its size is another one")
 
@@ -97,10 +100,10 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     import numpy
     import torch
 
+    from holdfast.state.devices import ACCELERATORS
+
     check_rng_state(state)
     random.setstate(state["python"])
     numpy.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"].cpu())
-    if "cuda" in state and torch.cuda.is_available():
-        for index, device_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(device_state.cpu(), index)
+    ACCELERATORS.set_rng_states(state)

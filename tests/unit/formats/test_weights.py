@@ -12,7 +12,7 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import CorruptCheckpointError, StateMismatchError, UsageError
-from holdfast.formats.renaming import aligned, renamed, suggested
+from holdfast.formats.renaming import aligned, renamed
 from holdfast.loading.reader import CheckpointReader
 
 
@@ -344,10 +344,3 @@ def test_only_a_change_that_brings_names_together_is_made() -> None:
     assert aligned(found, ["model.a", "model.b"]).changes == ()
     assert aligned(found, ["x", "y"]).changes == ()
     assert aligned(found, ["a", "b"]).names == {"a": "model.a", "b": "model.b"}
-
-
-def test_suggestions_are_whole_prefixes_or_single_names() -> None:
-    shapes = {"a.w": (1,), "a.b": (2,), "z.w": (1,), "z.b": (2,)}
-    assert suggested(["a.w", "a.b"], shapes, ["z.w", "z.b"], shapes) == {"z.*": "a.*"}
-    assert suggested(["a.w"], shapes, ["z.w"], shapes) == {"z.w": "a.w"}
-    assert suggested(["a.w"], shapes, ["z.b"], shapes) == {}

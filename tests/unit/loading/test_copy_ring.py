@@ -8,8 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from holdfast.loading.copy_ring import HostCarrier, Ring, Rings
+from holdfast.loading.copy_ring import DeviceCarrier, HostCarrier, Ring, Rings, carriers_after_this_thread
+from holdfast.state.devices import Accelerators
 from holdfast.state.memory import PAGE_BYTES
+from tests.unit.state.devices.fake import FakeAccelerator, FakeStream
 
 
 class LateCarrier(HostCarrier):
@@ -114,3 +116,40 @@ def test_bytes_that_landed_can_be_seen_as_any_type() -> None:
     odd = memory[3:83]
     odd.copy_(torch.arange(10, dtype=torch.int64).view(torch.uint8))
     assert HostCarrier().landed(odd).view(torch.int64).tolist() == list(range(10))
+
+
+def test_copies_to_a_device_come_after_what_its_current_stream_had_to_do() -> None:
+    accelerator, target, device = FakeAccelerator(), torch.zeros(10, dtype=torch.uint8), torch.device("cpu")
+    accelerator.training_stream = FakeStream()
+    accelerator.training_stream.add(lambda: target.fill_(99))
+    with Rings(carriers_after_this_thread(Accelerators([accelerator]))) as rings:
+        fill(rings.of(device), [target])
+        assert target.tolist() == [0] * 10, "both are still to be done"
+    accelerator.training_stream.run(1)
+    assert target.tolist() == [1] * 10, "what was enqueued first is done first"
+
+
+def test_slots_of_a_device_are_page_locked_and_not_filled_before_their_copies_are_done() -> None:
+    accelerator, device = FakeAccelerator(), torch.device("cpu")
+    ring = Ring(DeviceCarrier(accelerator, device, accelerator.training_stream), slot_bytes=100)
+    targets = [torch.zeros(100, dtype=torch.uint8) for _ in range(5)]
+    fill(ring, targets)
+    assert targets[4].sum() == 0, "the last one is still under way"
+    ring.drain()
+    assert [int(target[0]) for target in targets] == [1, 2, 3, 4, 5]
+    assert accelerator.calls == [("set_device", device), *[("empty_page_locked", (100,))] * 2]
+
+
+def test_where_no_page_locked_memory_is_left_a_slot_is_in_other_memory() -> None:
+    accelerator, target = FakeAccelerator(refuses=True), torch.zeros(100, dtype=torch.uint8)
+    ring = Ring(DeviceCarrier(accelerator, torch.device("cpu"), accelerator.training_stream), slot_bytes=100)
+    fill(ring, [target])
+    ring.drain()
+    assert target.tolist() == [1] * 100
+
+
+def test_a_device_without_an_accelerator_or_a_stream_of_this_thread_is_copied_to_at_once() -> None:
+    carrier = carriers_after_this_thread(Accelerators([FakeAccelerator()]))
+    assert isinstance(carrier(torch.device("cpu")), DeviceCarrier)
+    assert isinstance(carrier(torch.device("cpu", 0)), HostCarrier)
+    assert isinstance(carrier(torch.device("meta")), HostCarrier)

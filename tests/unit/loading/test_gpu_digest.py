@@ -10,7 +10,9 @@ import pytest
 import torch
 from blake3 import blake3
 
-from holdfast.loading.gpu_digest import SOURCE, DeviceDigester, Launch
+from holdfast.loading.gpu_digest import DeviceDigester
+from holdfast.state.devices import DigestKernel
+from holdfast.state.devices.cuda_digest import SOURCE
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -43,7 +45,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 @pytest.fixture(params=["forwards", "backwards"])
-def launch(library: ctypes.CDLL, request: pytest.FixtureRequest) -> Launch:
+def launch(library: ctypes.CDLL, request: pytest.FixtureRequest) -> DigestKernel:
     run = library[request.param]
 
     def launch(threads: int, table: torch.Tensor, level: int, values: torch.Tensor) -> None:
@@ -71,14 +73,14 @@ class Memory:
 
 
 @needs_compiler
-def test_every_size_up_to_three_chunks_at_every_alignment_has_blake3s_digest(launch: Launch) -> None:
+def test_every_size_up_to_three_chunks_at_every_alignment_has_blake3s_digest(launch: DigestKernel) -> None:
     memory = Memory(4096)
     places = [(start, size) for start in range(17) for size in range(0, 3 * 1024 + 2, 1 if start < 5 else 61)]
     assert DeviceDigester(torch.device("cpu"), launch).digests(memory.ranges(places)) == memory.expected(places)
 
 
 @needs_compiler
-def test_every_number_of_chunks_has_blake3s_tree(launch: Launch) -> None:
+def test_every_number_of_chunks_has_blake3s_tree(launch: DigestKernel) -> None:
     counts = [*range(1, 68), *(power + more for power in (128, 256, 1024, 4096) for more in (-1, 0, 1, 3))]
     memory = Memory(5 << 20)
     places = [(0, count * 1024 + more) for count in counts for more in (-1, 0, 1)]
@@ -87,7 +89,7 @@ def test_every_number_of_chunks_has_blake3s_tree(launch: Launch) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("group_chunks", [1, 7, 64, 1 << 20])
-def test_ranges_of_every_kind_side_by_side_have_their_own_digests(launch: Launch, group_chunks: int) -> None:
+def test_ranges_of_every_kind_side_by_side_have_their_own_digests(launch: DigestKernel, group_chunks: int) -> None:
     memory = Memory(1 << 20)
     sizes = [0, 100, 5000, 64 << 10, 1, 1024, 0, 0, 33 << 10, 1025, 7, 200_000, 2048, 64]
     places = [(977 * turn, sizes[turn * 5 % len(sizes)]) for turn in range(300)]
@@ -96,7 +98,7 @@ def test_ranges_of_every_kind_side_by_side_have_their_own_digests(launch: Launch
 
 
 @needs_compiler
-def test_one_flipped_bit_changes_the_digest_of_its_range_alone(launch: Launch) -> None:
+def test_one_flipped_bit_changes_the_digest_of_its_range_alone(launch: DigestKernel) -> None:
     memory = Memory(64 << 10)
     places = [(start, 4096) for start in range(0, 64 << 10, 4096)]
     digester = DeviceDigester(torch.device("cpu"), launch)
@@ -109,7 +111,7 @@ def test_one_flipped_bit_changes_the_digest_of_its_range_alone(launch: Launch) -
 
 
 @needs_compiler
-def test_a_kernel_that_digests_wrongly_does_not_pass_the_tryout(launch: Launch) -> None:
+def test_a_kernel_that_digests_wrongly_does_not_pass_the_tryout(launch: DigestKernel) -> None:
     def wrong(threads: int, table: torch.Tensor, level: int, values: torch.Tensor) -> None:
         launch(threads, table, level, values)
         values[0, 0] ^= level == 12
@@ -120,7 +122,7 @@ def test_a_kernel_that_digests_wrongly_does_not_pass_the_tryout(launch: Launch) 
 
 
 @needs_compiler
-def test_where_no_bytes_are_none_are_read(launch: Launch) -> None:
+def test_where_no_bytes_are_none_are_read(launch: DigestKernel) -> None:
     """The address of an empty tensor is 0."""
     assert DeviceDigester(torch.device("cpu"), launch).digests([(0, 0), (3, 0)]) == [blake3().digest()] * 2
 
@@ -129,7 +131,7 @@ def test_no_ranges_have_no_digests() -> None:
     assert DeviceDigester(torch.device("cpu"), lambda *_: None).digests([]) == []
 
 
-def test_a_device_that_is_none_for_cuda_has_no_digester() -> None:
+def test_a_device_without_an_accelerator_has_no_digester() -> None:
     assert DeviceDigester.on(torch.device("cpu")) is None
 
 

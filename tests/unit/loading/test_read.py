@@ -20,26 +20,36 @@ from holdfast.ondisk.regions import Box, whole
 from holdfast.runs.checkpoint import Checkpoint
 from holdfast.storage.local.disk import Disk
 from holdfast.storage.local.local import LocalStorage
+from holdfast.storage.local.page_cache import PageCache
+
+
+class ColdCache(PageCache):
+    def read_at(self, file: int, target: memoryview, offset: int) -> int:
+        raise BlockingIOError(errno.EAGAIN, "it is not in the cache")
+
+    def set_direct(self, file: int, direct: bool) -> None:
+        """Whether the file system would take it does not matter here."""
+
+
+class WarmCache(PageCache):
+    def read_at(self, file: int, target: memoryview, offset: int) -> int:
+        return len(target)
 
 
 class ColdDisk(Disk):
     """Nothing is ever in the page cache. Knows which handles read past it, and what they read."""
+
+    cache: PageCache = ColdCache()
 
     def __init__(self) -> None:
         self.direct: set[int] = set()
         self.direct_bytes = 0
         self.fail_direct = 0
 
-    def read_cached_at(self, file: int, target: memoryview, offset: int) -> int:
-        raise BlockingIOError(errno.EAGAIN, "it is not in the cache")
-
     def reopen_file(self, file: int) -> int:
         handle = super().reopen_file(file)
         self.direct.add(handle)
         return handle
-
-    def set_direct(self, file: int, direct: bool) -> None:
-        """Whether the file system would take it does not matter here."""
 
     def read_at(self, file: int, target: memoryview, offset: int) -> int:
         count = super().read_at(file, target, offset)
@@ -55,8 +65,7 @@ class ColdDisk(Disk):
 
 
 class WarmDisk(Disk):
-    def read_cached_at(self, file: int, target: memoryview, offset: int) -> int:
-        return len(target)
+    cache = WarmCache()
 
 
 class TruncatingDisk(ColdDisk):
@@ -64,10 +73,8 @@ class TruncatingDisk(ColdDisk):
 
     def __init__(self, path: Path, size: int, *, cold: bool) -> None:
         super().__init__()
-        self._path, self._size, self._cold = path, size, cold
-
-    def read_cached_at(self, file: int, target: memoryview, offset: int) -> int:
-        return super().read_cached_at(file, target, offset) if self._cold else len(target)
+        self._path, self._size = path, size
+        self.cache = ColdCache() if cold else WarmCache()
 
     def read_at(self, file: int, target: memoryview, offset: int) -> int:
         if os.path.samestat(os.fstat(file), self._path.stat()):
@@ -368,3 +375,28 @@ def test_damage_anywhere_leaves_live_tensors_alone(tmp_path: Path, way: str, lea
         manager.restore()
     sound = LiveModel(0).state_dict()
     assert all(torch.equal(tensor, sound[name]) for name, tensor in model.state_dict().items())
+
+
+class CountingCarrier(HostCarrier):
+    """Knows the most bytes that were ever copied beside the target at once."""
+
+    most = 0
+
+    def landed(self, source: torch.Tensor) -> torch.Tensor:
+        CountingCarrier.most = max(CountingCarrier.most, source.nbytes)
+        return super().landed(source)
+
+
+@pytest.mark.parametrize("shape", [(1, 9_000_000), (9_000_000,), (3000, 3000)])
+def test_a_tensor_of_another_type_is_converted_piece_by_piece(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    whole_tensor = torch.randn(shape)
+    with holdfast.CheckpointManager(tmp_path, {"holder": Holder({"w": whole_tensor})}, mode="sync") as manager:
+        manager.save(1)
+    checkpoint = holdfast.resolve(tmp_path)
+    [leaf] = [leaf for leaf in checkpoint.manifest.tensors if leaf.name == "holder.w"]
+    target = torch.zeros(shape, dtype=torch.bfloat16)
+    CountingCarrier.most = 0
+    rings = Rings(lambda device: CountingCarrier())
+    assert read(checkpoint, [Request(leaf, whole(shape), target, False)], checked=True, rings=rings) == []
+    assert torch.equal(target, whole_tensor.bfloat16())
+    assert 0 < CountingCarrier.most <= 8 << 20

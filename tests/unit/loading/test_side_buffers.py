@@ -10,6 +10,8 @@ from holdfast.loading.requests import Request
 from holdfast.loading.side_buffers import SideBuffers, room_on
 from holdfast.ondisk.manifest import TensorRecord
 from holdfast.ondisk.regions import whole
+from holdfast.state.devices import Accelerators
+from tests.unit.state.devices.fake import GIBI, FakeAccelerator
 
 
 def request(tensor: torch.Tensor, name: str = "t") -> Request:
@@ -81,3 +83,17 @@ def test_a_tensor_of_inference_mode_takes_no_copy_and_gets_no_side_buffer() -> N
 
 def test_host_memory_has_no_room_for_side_buffers() -> None:
     assert room_on(torch.device("cpu")) == 0
+
+
+def test_a_device_has_the_room_that_is_free_or_only_cached_less_a_tenth_of_it_all() -> None:
+    accelerators = Accelerators([FakeAccelerator(free=20 * GIBI, cached=3 * GIBI)])
+    assert room_on(torch.device("cpu"), accelerators) == (20 + 3 - 8) * GIBI
+
+
+def test_memory_of_a_device_goes_back_to_it_once() -> None:
+    accelerator = FakeAccelerator()
+    buffers = SideBuffers.of(live((3,), (4,)), lambda device: 1 << 20, Accelerators([accelerator]))
+    buffers.fill()
+    assert accelerator.calls == [("release_cached_memory", None)]
+    buffers.drop()
+    assert len(accelerator.calls) == 1, "there is nothing left to release"

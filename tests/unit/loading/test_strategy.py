@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import itertools
+import json
 from typing import Any
 
 import pytest
@@ -38,13 +39,37 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "on_world_change": ("error", "skip", "adapt", "warn"),
     "on_guard_mismatch": ("error", "warn", "skip"),
     "progress": (True, False, "no"),
+    "cast": (True, False, "float32", None),
 }
+
+
+def upper(name: str) -> str:
+    return name.upper()
+
+
+RENAME: tuple[Any, ...] = (
+    None,
+    {"a.*": "b.*"},
+    {"a": None},
+    {"model": {"a": "b"}, "head": [("a", "b")]},
+    [("^a", "b")],
+    upper,
+    {"a.b": {"a": "b"}},
+    {"a": {"b": "c"}, "d": "e"},
+    {"a": 7},
+    {"a": "b.*"},
+    [("(", "")],
+    "a",
+    7,
+)
+WRONG_RENAMES = RENAME[6:]
 ALLOWED = {
     "strict": (True, False),
     "on_missing": ("error", "skip"),
     "on_world_change": ("error", "skip", "adapt"),
     "on_guard_mismatch": ("error", "warn"),
     "progress": (True, False),
+    "cast": (True, False),
 }
 
 
@@ -87,6 +112,55 @@ def test_every_combination_of_choices_is_taken_or_refused_at_once() -> None:
         else:
             with pytest.raises(UsageError):
                 LoadStrategy(**fields)
+
+
+@pytest.mark.parametrize(("only", "exclude", "rename"), list(itertools.product(ONLY, EXCLUDE, RENAME)))
+def test_every_rename_goes_with_all_other_names_or_is_refused_at_once(only: Any, exclude: Any, rename: Any) -> None:
+    if possible(only, (), exclude) and not any(rename is wrong for wrong in WRONG_RENAMES):
+        strategy = LoadStrategy(only=only, exclude=exclude, rename=rename)
+        assert dataclasses.replace(strategy) == strategy
+        assert hash(dataclasses.replace(strategy)) == hash(strategy)
+        assert "0x" not in repr(strategy)
+    else:
+        with pytest.raises(UsageError):
+            LoadStrategy(only=only, exclude=exclude, rename=rename)
+
+
+def test_the_rule_of_a_model_is_its_own_or_that_of_all() -> None:
+    everywhere = LoadStrategy(rename={"a": "b"})
+    assert everywhere.renaming("model") == everywhere.renaming("ema") == {"a": "b"}
+    assert everywhere.renamed_components() == []
+    single = LoadStrategy(rename={"ema": {"a": "b"}})
+    assert single.renaming("model") is None
+    assert single.renaming("ema") == {"a": "b"}
+    assert single.renamed_components() == ["ema"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"rename": {"a.*": "b.*", "c": None}, "cast": True},
+        {"rename": {"model": {"a": "b"}, "ema": [["^a", "b"]]}, "only": ["model", "ema"]},
+        {"rename": [["a", "b"], ["c", "d"]], "exclude": ["model.*"], "strict": False, "progress": False},
+    ],
+)
+def test_a_strategy_of_plain_data_gives_the_same_data_back(fields: dict[str, Any]) -> None:
+    strategy = LoadStrategy.from_dict(fields)
+    data = strategy.to_dict()
+    assert {name: data[name] for name in fields} == fields
+    assert LoadStrategy.from_dict(json.loads(json.dumps(data))) == strategy
+
+
+@pytest.mark.parametrize("data", [7, ["rename"], {"renames": {}}, {"cast": "yes"}, {1: 2}])
+def test_what_is_no_data_of_a_strategy_is_refused(data: Any) -> None:
+    with pytest.raises(UsageError):
+        LoadStrategy.from_dict(data)
+
+
+def test_a_rename_by_a_function_has_no_plain_data() -> None:
+    with pytest.raises(UsageError, match="function"):
+        LoadStrategy(rename=upper).to_dict()
 
 
 def test_a_strategy_cannot_be_changed() -> None:

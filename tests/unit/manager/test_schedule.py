@@ -446,7 +446,7 @@ LEADERS = [Every(minutes=5), TimeLimit("01:00:00"), Every(steps=3) | Every(minut
 
 
 @pytest.mark.parametrize("trigger", LEADERS, ids=repr)
-def test_the_leaders_word_costs_one_message_and_one_look(trigger: Trigger) -> None:
+def test_a_broadcast_costs_one_message_and_one_look(trigger: Trigger) -> None:
     leader, leading, follower, following = pair()
     clocks = Clocks()
     paces = Pace(trigger, leader, clocks.time), Pace(trigger, follower, clocks.time)
@@ -472,16 +472,16 @@ def test_a_rank_that_is_behind_hears_every_word_at_its_step() -> None:
     leader, _, follower, _ = pair()
     said = [b"" if number % 3 else f"word {number}".encode() for number in range(40)]
     for word in said:
-        assert leader.leaders_word(lambda word=word: word) == word
-    assert [follower.leaders_word(lambda: b"never asked") for _ in said] == said
+        assert leader.broadcast(lambda word=word: word) == word
+    assert [follower.broadcast(lambda: b"never asked") for _ in said] == said
 
 
 @pytest.mark.parametrize("behind", [1, 63, 64])
 def test_a_word_is_remembered_for_as_many_words_as_a_rank_may_be_behind(behind: int) -> None:
     leader, _, follower, _ = pair()
     for number in range(behind):
-        leader.leaders_word(lambda number=number: f"{number}".encode())
-    assert [follower.leaders_word(bytes) for _ in range(behind)] == [f"{number}".encode() for number in range(behind)]
+        leader.broadcast(lambda number=number: f"{number}".encode())
+    assert [follower.broadcast(bytes) for _ in range(behind)] == [f"{number}".encode() for number in range(behind)]
 
 
 @pytest.mark.guarantee("G5")
@@ -489,9 +489,9 @@ def test_a_word_that_was_forgotten_is_an_error_and_not_silence() -> None:
     """65 words ahead: to hear "go on" where the leader heard "save" would part the ranks without a word."""
     leader, _, follower, _ = pair()
     for number in range(65):
-        leader.leaders_word(lambda number=number: f"{number}".encode())
+        leader.broadcast(lambda number=number: f"{number}".encode())
     with pytest.raises(RankError):
-        assert follower.leaders_word(bytes) == b"0"
+        assert follower.broadcast(bytes) == b"0"
 
 
 def test_only_the_leader_looks_at_its_clocks() -> None:
@@ -574,13 +574,13 @@ def test_the_leader_waits_for_nobody_and_a_follower_only_for_the_leader() -> Non
     def lead(ranks: StoreRanks) -> list[bytes]:
         heard = []
         for number, word in enumerate(said):
-            heard.append(ranks.leaders_word(lambda word=word: word))
+            heard.append(ranks.broadcast(lambda word=word: word))
             if number % 50 == 0:
                 time.sleep(0.005)
         return heard
 
     def follow(ranks: StoreRanks) -> list[bytes]:
-        return [ranks.leaders_word(bytes) for _ in said]
+        return [ranks.broadcast(bytes) for _ in said]
 
     threads = [threading.Thread(target=live, args=(rank, follow if rank else lead)) for rank in range(3)]
     for thread in threads:

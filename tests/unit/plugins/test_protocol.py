@@ -585,6 +585,8 @@ def test_a_save_context_does_not_wait_for_a_loss_that_is_still_on_its_way(tmp_pa
         ({"source": 5}, "source=5"),
         ({"source": "runs/a@5", "selector": 6}, "source='runs/a@5' names a checkpoint, and so does selector=6"),
         ({"strategy": "weights"}, "give a holdfast.LoadStrategy"),
+        ({"strategy": {"renames": {}}}, "a load strategy has no 'renames'"),
+        ({"strategy": {"progress": False}}, "goes on at the saved step.*use another purpose"),
         ({"strategy": holdfast.LoadStrategy(progress=False)}, "goes on at the saved step.*use another purpose"),
         (
             {"purpose": "warm_start", "strategy": holdfast.LoadStrategy()},
@@ -843,6 +845,19 @@ def test_a_strategy_refines_a_purpose(run: Path, tmp_path: Path) -> None:
     assert torch.equal(state["model"][1].weight, parts(2)["model"][1].weight)
     named = holdfast.LoadStrategy(progress=False, only=["counter"])
     assert manager.load(LoadContext(purpose="warm_start", source=run, strategy=named)).restored == ("counter",)
+
+
+def test_a_strategy_may_be_plain_data_with_a_rename_and_a_cast(run: Path, tmp_path: Path) -> None:
+    first, state = parts(1), parts(2)
+    model = torch.nn.ModuleDict({"x": state["model"][0], "y": state["model"][1]}).bfloat16()
+    manager = built_in(tmp_path / "new", {"model": model})
+    data = {"progress": False, "rename": {"0.*": "x.*", "1.*": "y.*"}, "cast": True}
+    context = LoadContext(purpose="inference", source=run, strategy=data)
+    assert context.strategy == holdfast.LoadStrategy(**data)
+    result = manager.load(context)
+    assert result.renamed
+    assert result.cast
+    assert torch.equal(model["x"].weight, first["model"][0].weight.bfloat16())
 
 
 def test_a_resume_of_a_part_leaves_the_others(run: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from torch.distributed import DistNetworkError, HashStore
+from torch.distributed import HashStore
 
 from holdfast.errors import (
     CorruptCheckpointError,
@@ -22,7 +21,9 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.ranks.base import Ranks, on_leader, together
-from holdfast.ranks.store import KeyValue, StoreRanks, _TorchStore
+from holdfast.ranks.messages import KeyValue
+from holdfast.ranks.store import StoreRanks
+from holdfast.ranks.torch_store import TorchStore
 from holdfast.testing.simulation import simulate_ranks
 
 SIZES = (1, 2, 3, 5)
@@ -85,7 +86,7 @@ def tcp_stores() -> Iterator[Callable[[int], KeyValue]]:
 
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = server.port
-    yield lambda rank: _TorchStore(TCPStore("127.0.0.1", port, is_master=False))
+    yield lambda rank: TorchStore(TCPStore("127.0.0.1", port, is_master=False))
     del server
 
 
@@ -135,7 +136,7 @@ def test_ranks_agree_over_the_stores_of_torch() -> None:
 
     expected = [[f"{rank}!" for rank in range(3)]] * 5
     shared = HashStore()
-    assert in_threads(3, work, lambda rank: _TorchStore(shared)) == [expected] * 3
+    assert in_threads(3, work, lambda rank: TorchStore(shared)) == [expected] * 3
     with tcp_stores() as stores:
         assert in_threads(3, work, stores) == [expected] * 3
 
@@ -661,63 +662,8 @@ def test_a_tcp_store_does_not_grow() -> None:
             together(ranks, "round", lambda: ranks.rank, sends=int)
 
     before = server.num_keys()
-    assert in_threads(3, work, lambda rank: _TorchStore(server.clone())) == [None] * 3
+    assert in_threads(3, work, lambda rank: TorchStore(server.clone())) == [None] * 3
     assert server.num_keys() - before <= 6
-
-
-class FlakyStore:
-    """A store of torch's whose `compare_set` fails now and then, or is not there at all."""
-
-    def __init__(self, failures: list[Exception]) -> None:
-        self.inner, self.failures, self.calls = HashStore(), failures, list[str]()
-
-    def clone(self) -> FlakyStore:
-        return self
-
-    def set(self, key: str, value: bytes) -> None:
-        self.inner.set(key, value)
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        self.calls.append("compare_set")
-        if self.failures:
-            raise self.failures.pop(0)
-        return bytes(self.inner.compare_set(key, expected, desired))
-
-    def check(self, keys: list[str]) -> bool:
-        self.calls.append("check")
-        return bool(self.inner.check(keys))
-
-    def get(self, key: str) -> bytes:
-        return bytes(self.inner.get(key))
-
-
-def test_a_store_that_fails_once_is_asked_the_fast_way_again(caplog: pytest.LogCaptureFixture) -> None:
-    flaky = FlakyStore([DistNetworkError("the connection was reset"), RuntimeError("once more")])
-    store = _TorchStore(flaky)
-    store.set("a", b"1")
-    assert [store.get("a") for _ in range(5)] == [b"1"] * 5
-    assert store.get("b") is None
-    assert flaky.calls == ["compare_set", "check", "compare_set", "check", *["compare_set"] * 4]
-    assert caplog.text.count("the connection was reset") == 1
-    assert "once more" not in caplog.text, "it is said once"
-
-
-def test_a_store_that_cannot_compare_is_asked_once_and_that_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    flaky = FlakyStore([NotImplementedError("Not implemented.")])
-    store = _TorchStore(flaky)
-    store.set("a", b"1")
-    caplog.set_level(logging.INFO, "holdfast")
-    assert [store.get("a") for _ in range(3)] == [b"1"] * 3
-    assert flaky.calls == ["compare_set", *["check"] * 3]
-    assert caplog.text.count("cannot compare") == 1
-
-
-def test_a_store_that_is_gone_is_an_error_and_no_missing_value() -> None:
-    flaky: Any = FlakyStore([DistNetworkError("the connection was reset")])
-    flaky.check = lambda keys: fail(DistNetworkError("still"))
-    store = _TorchStore(flaky)
-    with pytest.raises(RankError, match="cannot be reached: still"):
-        store.get("a")
 
 
 class KeepingStore(DictStore):

@@ -16,6 +16,8 @@ from holdfast.saving.compare import (
     digest_sets,
 )
 from holdfast.saving.messages import ReplicaSet, Sample, StateSummary
+from holdfast.state.devices import Accelerators
+from tests.unit.state.devices.fake import FakeAccelerator, FakeStream
 
 PAIR = ReplicaSet((0, 1), ((0, 1),), (0, 0), "cpu", 1)
 
@@ -134,3 +136,26 @@ def test_the_leader_finds_the_set_and_the_leaf_from_digests() -> None:
     details = [digest_parts((PAIR,), (0,), rank, memory) for rank, memory in enumerate((left, right))]
     assert watching.difference((0,), details).leaf == "model.b"
     assert watching.compare([digests[0], digests[0]]) == ()
+
+
+def test_a_sample_of_a_device_is_sent_when_the_device_has_come_to_it() -> None:
+    accelerator, memory = FakeAccelerator(), [torch.ones(3), torch.ones(5)]
+    accelerator.training_stream = FakeStream()
+    accelerator.training_stream.add(lambda: None)
+    sampler = Sampler(0, Accelerators([accelerator]))
+    sampler.begin([ReplicaSet((0, 1), ((0, 1),), (0, 0), "xpu", 2)], 1, "structure")
+    assert sampler.take(memory, "structure", 10) == ()
+    assert sampler.take(memory, "structure", 11) == (), "the device is behind"
+    accelerator.training_stream.run(1)
+    samples = sampler.take(memory, "structure", 12)
+    assert [(sample.step, sample.digests) for sample in samples] == [
+        (step, ((0, device_digest(*memory)),)) for step in (10, 11)
+    ]
+
+
+def test_a_state_that_has_left_its_device_is_sampled_where_it_is_now() -> None:
+    sampler, memory = Sampler(0, Accelerators([])), [torch.ones(3), torch.ones(5)]
+    sampler.begin([ReplicaSet((0, 1), ((0, 1),), (0, 0), "xpu", 2)], 1, "structure")
+    assert sampler.take(memory, "structure", 10) == ()
+    (sample,) = sampler.take(memory, "structure", 11)
+    assert sample.digests == ((0, device_digest(*memory)),)

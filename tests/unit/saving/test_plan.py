@@ -7,8 +7,8 @@ import pytest
 
 from holdfast.errors import UsageError
 from holdfast.ondisk.regions import Box, whole
-from holdfast.saving.messages import Inventory, PartEntry, ReplicaSet, TreeEntry
-from holdfast.saving.plan import SAMPLED_PARTS, _regions, plan
+from holdfast.saving.messages import UNSAMPLED, Inventory, PartEntry, ReplicaSet, TreeEntry
+from holdfast.saving.plan import SAMPLED_DEVICE_PARTS, SAMPLED_HOST_PARTS, _regions, plan
 
 NOTHING = msgspec.Raw(b"\xc0")
 
@@ -34,7 +34,7 @@ def test_leaves_that_all_ranks_hold_are_one_set_and_equal_parts_are_sent_once() 
     planned = plan([own, own, own])
     (found,) = planned.replicas
     assert (found.ranks, found.parts, found.choice) == ((0, 1, 2), ((0, 1),), (0, 0, 0))
-    assert (found.device, found.quota) == ("cpu", SAMPLED_PARTS["cpu"])
+    assert (found.device, found.quota) == ("cpu", SAMPLED_HOST_PARTS)
     assert planned.compared == (("model.a", "model.b"),)
 
 
@@ -70,6 +70,17 @@ def test_each_shard_of_a_hybrid_mesh_is_compared_among_its_replicas() -> None:
 def test_replicas_on_different_kinds_of_devices_are_compared_and_not_sampled() -> None:
     planned = plan([inventory(replica("a")), inventory(replica("a", device="cuda"))])
     assert [(found.device, found.quota) for found in planned.replicas] == [("", 0)]
+
+
+def test_replicas_on_accelerators_of_one_kind_are_sampled_less_than_those_in_host_memory() -> None:
+    own = inventory(replica("a", device="cuda"))
+    assert [(found.device, found.quota) for found in plan([own, own]).replicas] == [("cuda", SAMPLED_DEVICE_PARTS)]
+    assert SAMPLED_DEVICE_PARTS < SAMPLED_HOST_PARTS
+
+
+def test_replicas_on_a_device_that_cannot_be_sampled_are_compared_once() -> None:
+    own = inventory(replica("a", device=UNSAMPLED))
+    assert [(found.device, found.quota) for found in plan([own, own]).replicas] == [(UNSAMPLED, 0)]
 
 
 @pytest.mark.guarantee("G2")

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.storage import WriteResult
 
-from holdfast._version import __version__
 from holdfast.errors import UsageError
+from holdfast.formats.attempt import Attempt, facts_of, this_torch
 from holdfast.formats.dcp.assignments import StoredTensor, StoredValue
 from holdfast.formats.dcp.layout import LOOSE, NOTE, is_leaf, nested_items, trees_of
 from holdfast.ondisk import paths
@@ -22,33 +19,18 @@ from holdfast.ondisk.manifest import TensorRecord, TreeRecord, UserMetadata
 from holdfast.ondisk.regions import Box, cover_exactly
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint
-from holdfast.runs.lineage import Lineage
 from holdfast.saving.commit import commit
-from holdfast.saving.facts import Facts, Listing
+from holdfast.saving.facts import Listing
 from holdfast.saving.files import values_file
 from holdfast.saving.messages import Receipt
-from holdfast.saving.training_lineage import Ancestry
 from holdfast.saving.write import write
 
-__all__ = ["Attempt", "commit_results", "place_of"]
+__all__ = ["commit_results", "place_of"]
 
 
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """What the coordinator decided about the save that is under way."""
-
-    folder: str
-    claim: str
-    step: int
-    parent: str | None
-    lineage: Lineage
-    segment: str
-    lease: int
-    lease_token: str
-    save_id: str
-
-
-def commit_results(attempt: Attempt, key_paths: Any, results: list[list[WriteResult]], catalog: Catalog) -> Checkpoint:
+def commit_results(
+    attempt: Attempt, save_id: str, key_paths: Any, results: list[list[WriteResult]], catalog: Catalog
+) -> Checkpoint:
     loose = _one_loose_component(results)
     leaves = _whole_leaves([result.storage_data.leaf for result in _of(results, StoredTensor)])
     values = {result.index.fqn: result.storage_data.value for result in _of(results, StoredValue)}
@@ -64,9 +46,11 @@ def commit_results(attempt: Attempt, key_paths: Any, results: list[list[WriteRes
         "loose": loose if loose in trees else None,
         "flat": flat,
         "whole": sorted(fqn for fqn, value in values.items() if not is_leaf(value)),
-        "save_id": attempt.save_id,
+        "save_id": save_id,
     }
-    return commit(_facts(attempt, note), Listing(tuple(leaves), records), receipts, catalog)
+    metadata = UserMetadata(extra={NOTE: encode(note, path=NOTE, on_tensor=None)})
+    facts = facts_of(attempt, metadata, this_torch())
+    return commit(facts, Listing(tuple(leaves), records), receipts, catalog)
 
 
 def _one_loose_component(results: list[list[WriteResult]]) -> str:
@@ -105,19 +89,6 @@ def _whole_leaves(pieces: Sequence[TensorRecord]) -> list[TensorRecord]:
         if wrong is not None:
             raise UsageError(f"the planner's items are not all of it: {wrong}", leaf=name)
     return list(leaves.values())
-
-
-def _facts(attempt: Attempt, note: Mapping[str, Any]) -> Facts:
-    return Facts(
-        folder=attempt.folder,
-        step=attempt.step,
-        metadata=UserMetadata(extra={NOTE: encode(note, path=NOTE, on_tensor=None)}),
-        ancestry=Ancestry(attempt.parent, attempt.lineage, attempt.segment),
-        meshes=(),
-        versions={"holdfast": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
-        lease=attempt.lease,
-        lease_token=attempt.lease_token,
-    )
 
 
 def place_of(result: WriteResult) -> _StorageInfo:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -11,22 +10,20 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from holdfast.errors import StorageError, UsageError
+from holdfast.errors import UsageError
 from holdfast.formats.dcp.assignments import StoredTensor, StoredValue, WriteAssignment
 from holdfast.formats.dcp.layout import leaf_name
 from holdfast.ondisk import paths
 from holdfast.ondisk.codec import Json, encode
 from holdfast.ondisk.dtypes import ELEMENT_TYPES
-from holdfast.ondisk.files import TensorFile
 from holdfast.ondisk.manifest import BLOCK_BYTES, ChunkRecord, TensorRecord
 from holdfast.ondisk.regions import Box
-from holdfast.ondisk.safetensors import FramedChunk, frame
+from holdfast.ondisk.safetensors import FramedChunk
 from holdfast.runs.catalog import Catalog
-from holdfast.saving.files import split
+from holdfast.saving.files import streamed_files
+from holdfast.saving.outcome import discard_files
 from holdfast.saving.write import write
 from holdfast.state.tensors import check_storable, host_pieces
-
-logger = logging.getLogger("holdfast")
 
 __all__ = ["without_empty_pieces", "write_items"]
 
@@ -56,12 +53,14 @@ def write_items(
         if item.type == WriteItemType.BYTE_IO
     ]
     tensors = {_chunk_of(item, assignment.loose): item for item in items if item.type != WriteItemType.BYTE_IO}
-    files = _tensor_files(tensors, planner, assignment.rank)
+    sources = {chunk: partial(_pieces, tensors[chunk], chunk, planner) for chunk in _one_of_each_leaf_first(tensors)}
+    files = streamed_files(sources, rank=assignment.rank)
     created: list[str] = []
     try:
         receipt = write(assignment.folder, files, (), catalog.storage, on_created=created.append)
     except BaseException:
-        _discard(created, assignment, catalog)
+        # The claim stays while other ranks may still write below the name that it holds.
+        discard_files([*created, paths.ATTEMPT] if assignment.size == 1 else created, assignment.folder, catalog)
         raise
     results = [WriteResult(item.index, 0, stored) for item, stored in values]
     records = {file.name: file for file in receipt.files}
@@ -110,15 +109,6 @@ def _record_of(leaf: str, item: WriteItem, chunk: ChunkRecord) -> TensorRecord:
     )
 
 
-def _tensor_files(tensors: Mapping[FramedChunk, WriteItem], planner: SavePlanner, rank: int) -> list[TensorFile]:
-    files = []
-    for number, group in enumerate(split(_one_of_each_leaf_first(tensors))):
-        framed = frame(group)
-        sources = [partial(_pieces, tensors[chunk], chunk, planner) for chunk in framed.chunks]
-        files.append(TensorFile(paths.tensor_file(rank, number), framed, sources))
-    return files
-
-
 def _one_of_each_leaf_first(chunks: Iterable[FramedChunk]) -> list[FramedChunk]:
     """Return the first chunk of every leaf, then the second ones: a file has no leaf twice, and files should be few."""
     seen: dict[str, int] = {}
@@ -143,12 +133,3 @@ def _pieces(item: WriteItem, chunk: FramedChunk, planner: SavePlanner) -> Iterat
             advice="change the item's tensor_data in create_local_plan() as resolve_data() changes the tensor",
         )
     yield from host_pieces(tensor, _PIECE_BYTES)
-
-
-def _discard(names: Iterable[str], assignment: WriteAssignment, catalog: Catalog) -> None:
-    """Delete what was written. The claim stays while other ranks may still write below the name that it holds."""
-    for name in [*names, paths.ATTEMPT] if assignment.size == 1 else names:
-        try:
-            catalog.storage.delete(paths.key(assignment.folder, name))
-        except StorageError as error:
-            logger.debug("could not remove %s of an abandoned attempt: %s", name, error)

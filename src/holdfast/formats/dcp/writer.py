@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import uuid
 from typing import Any
@@ -15,23 +14,17 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from holdfast.errors import HoldfastError, UsageError
+from holdfast.formats.attempt import Attempt, begin, finish
 from holdfast.formats.dcp.assignments import WriteAssignment, assign, assignment_of
 from holdfast.formats.dcp.claims import FUNCTION_OF_SAVE, Hold
-from holdfast.formats.dcp.commit import Attempt, commit_results, place_of
+from holdfast.formats.dcp.commit import commit_results, place_of
 from holdfast.formats.dcp.items import without_empty_pieces, write_items
 from holdfast.formats.dcp.layout import loose_component
 from holdfast.formats.dcp.options import is_location, refuse_options
 from holdfast.loading.resolve import Location
 from holdfast.ondisk import paths
 from holdfast.runs.catalog import Catalog
-from holdfast.runs.checkpoint import Checkpoint
-from holdfast.runs.lease import Lease
-from holdfast.runs.lineage import Lineage, ancestry, draw_segment
-from holdfast.runs.links import point_latest
-from holdfast.runs.run_record import open_run
 from holdfast.storage.registry import open_storage
-
-logger = logging.getLogger("holdfast")
 
 __all__ = ["HoldfastWriter"]
 
@@ -117,12 +110,7 @@ class HoldfastWriter(StorageWriter):  # type: ignore[misc]
         if self._attempt is None:
             raise UsageError("finish() came before prepare_global_plan()")
         try:
-            checkpoint = commit_results(self._attempt, metadata.planner_data, results, self._catalog)
-            logger.info(
-                "committed step %d: %.1f MiB to %s", checkpoint.step, checkpoint.size_bytes / 2**20, checkpoint.path
-            )
-            _committed_last[checkpoint.head.run_id] = checkpoint.digest
-            point_latest(self._catalog.storage, checkpoint.folder)
+            finish(commit_results(self._attempt, self.save_id, metadata.planner_data, results, self._catalog))
         finally:
             self._give_up()
         metadata.storage_data = {result.index: place_of(result) for rank in results for result in rank}
@@ -148,41 +136,6 @@ class HoldfastWriter(StorageWriter):  # type: ignore[misc]
         self._attempt = self._hold = None
 
     def _claim(self, size: int) -> Attempt:
-        scan = self._catalog.scan()
-        latest = scan.checkpoints[0] if scan.checkpoints else None
-        step = self._step
-        if step is None:
-            step = paths.check_step(latest.step + 1 if latest else 0)
-        parent = latest.digest if latest else None
-        line = ancestry(parent, scan.checkpoints)
-        if any(checkpoint.step == step for checkpoint in line):
-            raise UsageError(
-                f"step {step} is committed already",
-                run=self._catalog.storage.url,
-                step=step,
-                advice="a committed checkpoint never changes; save another step",
-            )
-        open_run(self._catalog)
-        lease = Lease.acquire(self._catalog.storage, close_attempts=self._catalog.attempts.close_older)
-        self._hold = Hold(lease.release, FUNCTION_OF_SAVE)
-        try:
-            first = lease.floor.first_attempt(step)
-            folder, claim = self._catalog.attempts.claim(step, size, lease=lease.number, first=first)
-        except BaseException:
-            self._give_up()
-            raise
-        segment = _segment_after(latest)
-        return Attempt(
-            folder, claim, step, parent, Lineage.through(line), segment, lease.number, lease.token, self.save_id
-        )
-
-
-# By run, what this process committed last. `dcp.save` is often given a new writer each time.
-_committed_last: dict[str, str] = {}
-
-
-def _segment_after(latest: Checkpoint | None) -> str:
-    """Return the segment of the next checkpoint: that of the latest one if this process has just committed it."""
-    if latest is not None and latest.head.segment and _committed_last.get(latest.head.run_id) == latest.digest:
-        return latest.head.segment
-    return draw_segment()
+        attempt = begin(self._catalog, self._step, size)
+        self._hold = Hold(attempt.lease.release, FUNCTION_OF_SAVE)
+        return attempt

@@ -39,6 +39,7 @@ def match(name: str, components: Mapping[str, Any], saved: SavedState, strategy:
     _refuse_per_rank_state(fitted, component, trees[0])
     if len(trees) > 1 or _is_by_load_state_dict(trees[0], component):
         fitted.kind = "values"
+        _refuse_rename(name, component, strategy)
     matching = Matching(fitted, component, components, saved, strategy)
     if not _is_of_same_model(matching, trees[0]):
         return fitted
@@ -62,6 +63,16 @@ def _refuse_per_rank_state(fitted: Fitted, component: Any, tree: TreeRecord) -> 
             f"the state was saved once per rank, as '{tree.name}', and the component is not wrapped in PerRank now",
             component=fitted.component,
             advice=f"wrap the component in PerRank, or leave it out with skip=({fitted.component!r},)",
+        )
+
+
+def _refuse_rename(name: str, component: Any, strategy: LoadStrategy) -> None:
+    """Raise if a model that takes its state by `load_state_dict` is to be renamed: nothing would be."""
+    if kind_of(name, component) == "module" and strategy.renaming(name) is not None:
+        raise StateMismatchError(
+            "the model takes the state of its rank by load_state_dict, so its leaves cannot be renamed",
+            component=name,
+            advice=f"give rename= for other models alone, or leave this one out with skip=({name!r},)",
         )
 
 

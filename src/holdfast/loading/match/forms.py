@@ -12,16 +12,43 @@ from holdfast.ondisk.manifest import TensorRecord, TreeRecord
 from holdfast.ondisk.regions import Cut
 from holdfast.state.tensors import dtype_name, torch_dtype, whole_shape
 
-__all__ = ["fits", "list_of", "names_of", "object_of", "other_form", "unlike"]
+__all__ = [
+    "CAST",
+    "fits",
+    "is_castable",
+    "is_castable_form",
+    "list_of",
+    "names_of",
+    "object_of",
+    "other_form",
+    "unlike",
+]
+
+CAST = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+"""The types that convert to each other."""
 
 
 def fits(leaf: TensorRecord, tensor: torch.Tensor, cut: Cut | None = None) -> bool:
     return whole_shape(tensor, cut) == leaf.shape and tensor.dtype == torch_dtype(leaf.dtype)
 
 
-def other_form(leaf: TensorRecord, tensor: torch.Tensor, cut: Cut | None = None) -> str:
+def is_castable(leaf: TensorRecord, tensor: torch.Tensor, cut: Cut | None = None) -> bool:
+    """Return whether a tensor has the shape of a leaf, and both are of types that convert to each other. Eight-bit
+    floats do not: what they stand for depends on scales, of which a conversion knows nothing."""
+    return whole_shape(tensor, cut) == leaf.shape and {tensor.dtype, torch_dtype(leaf.dtype)} <= CAST
+
+
+def is_castable_form(before: str, now: str) -> bool:
+    """Return whether two forms of a tensor, such as `float32 [2, 3]`, differ only in types that convert to each
+    other."""
+    (one, shape), (other, same) = (form.partition(" ")[::2] for form in (before, now))
+    names = {str(dtype).removeprefix("torch.") for dtype in CAST}
+    return bool(shape) and shape == same and {one, other} <= names
+
+
+def other_form(leaf: TensorRecord, tensor: torch.Tensor, name: str = "", cut: Cut | None = None) -> str:
     was, now = f"{leaf.dtype} {list(leaf.shape)}", f"{dtype_name(tensor)} {list(whole_shape(tensor, cut))}"
-    return f"{leaf.name}: {was} in the checkpoint, {now} now"
+    return f"{name or leaf.name}: {was} in the checkpoint, {now} now"
 
 
 def object_of(value: Json, tree: TreeRecord) -> dict[str, Json]:

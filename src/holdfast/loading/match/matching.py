@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from holdfast.errors import CorruptCheckpointError
+from holdfast.errors import CorruptCheckpointError, UsageError
+from holdfast.loading.match.forms import fits, is_castable, other_form
 from holdfast.loading.match.records import Fitted, SavedState
+from holdfast.loading.renaming import Renamer
 from holdfast.loading.requests import Request
 from holdfast.loading.strategy import LoadStrategy
+from holdfast.loading.suggestions import CASTABLE
 from holdfast.ondisk import paths
 from holdfast.ondisk.manifest import TensorRecord, TreeRecord
 from holdfast.ondisk.regions import Cut
 from holdfast.state.names import cuts_of, unwrap
 from holdfast.state.rng import random_state_kept
 from holdfast.state.state_dicts import component_state, live_subclasses
-from holdfast.state.tensors import held_piece, require_memory, torch_dtype
+from holdfast.state.tensors import dtype_name, held_piece, require_memory, torch_dtype
 from holdfast.state.wrappers import state_of
 
 __all__ = ["Matching"]
@@ -54,6 +57,39 @@ class Matching:
         names = (paths.leaf_name(tree.name, key) for key in keys)
         self.fitted.unused += [name for name in names if not self.excluded(name)]
 
+    def note_renamed(self, tree: TreeRecord, old: str, new: str | None) -> None:
+        """List a leaf that has another name now, or that a rename drops."""
+        if new != old:
+            now = "dropped" if new is None else f"is {paths.leaf_name(tree.name, new)} now"
+            self.fitted.renamed.append(f"{paths.leaf_name(tree.name, old)}: {now}")
+
+    def renamed(self, model: str, names: Collection[str]) -> dict[str, str]:
+        """Return the saved name of each leaf or parameter of a model by the name that it has now."""
+        rename = self.strategy.renaming(model)
+        if rename is None:
+            return {name: name for name in names}
+        renamer = Renamer(rename)
+        entries = set(renamer.unused)
+        try:
+            found = renamer.names(names)
+        except UsageError as error:
+            raise error.at(component=self.fitted.component) from None
+        self.fitted.rules |= {(model, entry) for entry in entries - renamer.unused}
+        return found
+
+    def takes(self, leaf: TensorRecord, tensor: torch.Tensor, cut: Cut | None = None) -> bool:
+        """Return whether a tensor can be filled with a leaf: it has its shape and its type, or one that the strategy
+        allows to convert to."""
+        if fits(leaf, tensor, cut):
+            return True
+        return self.strategy.cast and is_castable(leaf, tensor, cut)
+
+    def note_other_form(self, leaf: TensorRecord, tensor: torch.Tensor, name: str, cut: Cut | None = None) -> None:
+        """List a live tensor that has another shape or type than the leaf for it, with the way through."""
+        text = other_form(leaf, tensor, name, cut)
+        castable = is_castable(leaf, tensor, cut)
+        self.fitted.mismatched.append(f"{text}{CASTABLE}" if castable else text)
+
     def excluded(self, leaf: str) -> bool:
         """Return whether the strategy excludes a leaf, and note the glob that does."""
         glob = self.strategy.excluding(leaf)
@@ -75,15 +111,17 @@ class Matching:
     def fill(self, leaf: TensorRecord, tensor: torch.Tensor, *, fresh: bool, cut: Cut | None = None) -> torch.Tensor:
         """Request that a tensor be filled with a leaf, and return the tensor. Of a sharded one this rank's piece is."""
         box, local = held_piece(tensor, leaf=leaf.name, cut=cut)
+        if tensor.dtype != torch_dtype(leaf.dtype):
+            self.fitted.cast.append(f"{leaf.name}: {leaf.dtype} in the checkpoint, {dtype_name(tensor)} now")
         if box.volume:
             self.fitted.requests.append(Request(leaf, box, local, fresh))
         return tensor
 
-    def new_memory(self, leaf: TensorRecord, device: torch.device) -> torch.Tensor:
+    def new_memory(self, leaf: TensorRecord, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return memory for a whole leaf, once it is known that there are as many bytes to fill it with."""
         for chunk in leaf.chunks:
             self.saved.require_file(chunk.file)
-        return torch.empty(leaf.shape, dtype=torch_dtype(leaf.dtype), device=device)
+        return torch.empty(leaf.shape, dtype=dtype or torch_dtype(leaf.dtype), device=device)
 
     def require_memory(self, state: Any, path: str) -> None:
         """Refuse a live state with a tensor that cannot be filled, at any depth."""

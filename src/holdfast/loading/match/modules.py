@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from holdfast.loading.files import reference_of
-from holdfast.loading.match.forms import fits, object_of, other_form
+from holdfast.loading.match.forms import object_of
 from holdfast.loading.match.matching import Matching
 from holdfast.loading.match.pending import Pending, decode_values
 from holdfast.loading.match.subclasses import described_value, fill_inner, pair_tensors, refuse_other_content
@@ -30,7 +30,7 @@ def match_module(matching: Matching, tree: TreeRecord) -> None:
     state = matching.live_state()
     matching.require_memory(state, matching.fitted.component)
     live = tree_of(matching.fitted.component, matching.component, state, None)
-    live_values, saved_values = object_of(live.values, tree), object_of(matching.saved.values(tree), tree)
+    live_values, saved_values = object_of(live.values, tree), _renamed(matching, tree)
     wanted: dict[str, list[str]] = {}
     inner: dict[str, str] = {}
     extras: dict[str, Pending] = {}
@@ -98,7 +98,18 @@ def _want(
             f"{leaf.name}: its elements share memory now (expand), so it cannot be filled"
         )
         return
-    if not fits(leaf, tensor, cut):
-        matching.fitted.mismatched.append(other_form(leaf, tensor, cut))
+    if not matching.takes(leaf, tensor, cut):
+        matching.note_other_form(leaf, tensor, paths.leaf_name(tree.name, keys[0]), cut)
         return
     matching.fill(leaf, tensor, fresh=False, cut=cut)
+
+
+def _renamed(matching: Matching, tree: TreeRecord) -> dict[str, Json]:
+    """Return the saved values of a module by the names that they have now. The tensors that they refer to keep their
+    names."""
+    saved = object_of(matching.saved.values(tree), tree)
+    names = matching.renamed(tree.component, saved)
+    news = {old: new for new, old in names.items()}
+    for old in saved:
+        matching.note_renamed(tree, old, news.get(old))
+    return {new: saved[old] for new, old in names.items()}

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from holdfast.loading.match.forms import fits, list_of, names_of, object_of, unlike
+from holdfast.loading.match.forms import CAST, fits, list_of, names_of, object_of, unlike
 from holdfast.loading.match.matching import Matching
 from holdfast.loading.match.pending import Pending, decode_values
 from holdfast.loading.match.records import Fitted
@@ -20,7 +20,7 @@ from holdfast.ondisk import paths
 from holdfast.ondisk.codec import Json, decode
 from holdfast.ondisk.manifest import TensorRecord, TreeRecord
 from holdfast.ondisk.merging import references
-from holdfast.state.names import cut_at, optimizer_names, unwrap
+from holdfast.state.names import cut_at, kind_of, models_of, optimizer_names, unwrap
 from holdfast.state.optimizers import OPTIONS_OF_SCHEDULERS, load_optimizer, state_keys, state_keys_with
 from holdfast.state.tensors import torch_dtype, whole_shape
 
@@ -41,13 +41,12 @@ def match_optimizer(matching: Matching, tree: TreeRecord) -> None:
     names = optimizer_names(optimizer, matching.components, matching.fitted.component)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     matching.require_memory(dict(zip(names, parameters, strict=True)), f"{matching.fitted.component}.state")
-    saved_values = object_of(matching.saved.values(tree), tree)
-    saved_state = object_of(saved_values.get("state", {}), tree)
-    groups = [object_of(group, tree) for group in list_of(saved_values.get("param_groups", []), tree)]
-    known = {name for group in groups for name in names_of(group.get("params"), tree)}
-    matching.fitted.missing += [paths.leaf_name(tree.name, f"state.{name}") for name in names if name not in known]
+    saved = _renamed(matching, tree)
+    saved_state, groups, known = saved.state, saved.groups, set(saved.olds)
+    missing = (paths.leaf_name(tree.name, f"state.{name}") for name in names if name not in known)
+    matching.fitted.missing += [leaf for leaf in missing if not matching.excluded(leaf)]
     matching.note_unused(tree, [f"state.{name}" for name in sorted(known - set(names))])
-    spared = {name for name in names if name in saved_state and _spares(matching, tree, saved_state[name])}
+    spared = {name for name in names if name in saved_state and _spares(matching, tree, saved, name)}
     matching.fitted.held, matching.fitted.stored = len(names), len(known)
     matching.fitted.common = len(known.intersection(names) - spared)
     kept = _kept_groups(matching, tree, optimizer)
@@ -62,16 +61,12 @@ def match_optimizer(matching: Matching, tree: TreeRecord) -> None:
     states: dict[Any, Pending] = {}
     for index, name in enumerate(names):
         if name in saved_state and name not in spared:
-            states[index] = _match_parameter(matching, tree, saved_state[name], optimizer, parameters[index], name)
+            states[index] = _match_parameter(matching, tree, saved, optimizer, parameters[index], name)
         elif (name in spared or name not in known) and parameters[index] in optimizer.state:
             states[index] = Pending.of(dict(optimizer.state[parameters[index]]))
     for name in saved_state.keys() - known:
         states[name] = decode_values(matching, tree, saved_state[name], f"state.{name}")
-    rest = {
-        key: decode_values(matching, tree, value, key)
-        for key, value in saved_values.items()
-        if key not in ("state", "param_groups")
-    }
+    rest = {key: decode_values(matching, tree, value, key) for key, value in saved.rest.items()}
     decoded = [
         _Options(group, decode_values(matching, tree, group.saved, "param_groups"), is_other) for group in packed_groups
     ]
@@ -82,6 +77,65 @@ def match_optimizer(matching: Matching, tree: TreeRecord) -> None:
         load_optimizer(optimizer, values, options, {key: pending.value() for key, pending in rest.items()})
 
     matching.fitted.take_up = take_up
+
+
+class _Saved(NamedTuple):
+    """The saved state by the names that the parameters have now, the groups with these names, and everything else.
+    `olds` are the names in the checkpoint, which the references to tensors have."""
+
+    state: dict[str, Json]
+    groups: list[dict[str, Json]]
+    olds: Mapping[str, str]
+    rest: dict[str, Json]
+
+    def path_now(self, name: str, reference: str) -> str:
+        """Return the path that a tensor of a parameter's state would have if it was saved now."""
+        return f"state.{name}{reference.removeprefix(f'state.{self.olds[name]}')}"
+
+
+def _renamed(matching: Matching, tree: TreeRecord) -> _Saved:
+    """Return what was saved, with the parameters renamed as the models' leaves are."""
+    values = object_of(matching.saved.values(tree), tree)
+    state = object_of(values.get("state", {}), tree)
+    groups = [object_of(group, tree) for group in list_of(values.get("param_groups", []), tree)]
+    names = [name for group in groups for name in names_of(group.get("params"), tree)]
+    olds = _names_now(matching, names)
+    news = {old: new for new, old in olds.items()}
+    for old in names:
+        now = f"state.{news[old]}" if old in news else None
+        matching.note_renamed(tree, f"state.{old}", now)
+    known = set(names)
+    return _Saved(
+        {news.get(name, name): value for name, value in state.items() if name in news or name not in known},
+        [{**group, "params": _renamed_list(names_of(group["params"], tree), news)} for group in groups],
+        olds,
+        {key: value for key, value in values.items() if key not in ("state", "param_groups")},
+    )
+
+
+def _renamed_list(names: Sequence[str], news: Mapping[str, str]) -> list[Any]:
+    return [news[name] for name in names if name in news]
+
+
+def _names_now(matching: Matching, names: Sequence[str]) -> dict[str, str]:
+    """Return the saved name of each parameter by the name that it has now. Of an optimizer over several models it has
+    the model in front; parameters that go by their numbers keep these."""
+    components = matching.components
+    models = models_of(matching.component, components)
+    if models:
+        return matching.renamed(models[0], names)
+    own = {name for name, one in components.items() if kind_of(name, one) == "module"}
+    found: dict[str, str] = {}
+    by_model: dict[str, list[str]] = {}
+    for name in names:
+        model, dot, rest = name.partition(".")
+        if dot and model in own:
+            by_model.setdefault(model, []).append(rest)
+        else:
+            found[name] = name
+    for model, rests in by_model.items():
+        found |= {f"{model}.{new}": f"{model}.{old}" for new, old in matching.renamed(model, rests).items()}
+    return found
 
 
 def _kept_groups(matching: Matching, tree: TreeRecord, optimizer: torch.optim.Optimizer) -> set[int]:
@@ -203,63 +257,81 @@ def _check_state_keys(
     return True
 
 
-def _spares(matching: Matching, tree: TreeRecord, values: Json) -> bool:
+def _spares(matching: Matching, tree: TreeRecord, saved: _Saved, name: str) -> bool:
     """Return whether `exclude` leaves out the state of a parameter, by any part of it."""
-    named = dict.fromkeys(references(values)) if matching.strategy.exclude else {}
-    return bool([reference for reference in named if matching.excluded(paths.leaf_name(tree.name, reference))])
+    found = dict.fromkeys(references(saved.state[name])) if matching.strategy.exclude else {}
+    named = (paths.leaf_name(tree.name, saved.path_now(name, reference)) for reference in found)
+    return bool([leaf for leaf in named if matching.excluded(leaf)])
 
 
 def _match_parameter(
     matching: Matching,
     tree: TreeRecord,
-    values: Json,
+    saved: _Saved,
     optimizer: torch.optim.Optimizer,
     parameter: torch.Tensor,
     name: str,
 ) -> Pending:
     """Return the state of one parameter: in the optimizer's own memory where it has some, else in new memory like
     it."""
-    prefix = f"state.{name}."
     live = optimizer.state.get(parameter, {})
+    was = _saved_parameters(matching, tree, saved.olds[name])
 
     def target(reference: str) -> torch.Tensor:
         leaf = matching.leaf(tree, reference)
-        current = live.get(reference.removeprefix(prefix)) if isinstance(live, Mapping) else None
+        path = saved.path_now(name, reference)
+        key = path.removeprefix(f"state.{name}.")
+        current = live.get(key) if isinstance(live, Mapping) else None
         cut = cut_at(matching.cuts, f"state.{name}", parameter)
         shape = whole_shape(parameter, cut)
-        any_shape = isinstance(optimizer, torch.optim.LBFGS) or _had_shape(matching, tree, name, shape)
+        # A parameter that was saved in this shape may have state of any shape, as optimizers have it which precondition
+        # by dimension.
+        any_shape = isinstance(optimizer, torch.optim.LBFGS) or any(one.shape == shape for one in was)
         wrong = None if any_shape else _misfit(leaf, shape)
         if wrong is not None:
-            matching.fitted.mismatched.append(f"{leaf.name}: {wrong}")
+            matching.fitted.mismatched.append(f"{paths.leaf_name(tree.name, path)}: {wrong}")
         if isinstance(current, torch.Tensor):
             own = cut_at(matching.cuts, f"state.{name}", current)
-            if fits(leaf, current, own):
+            if fits(leaf, current, own) or (key != "step" and matching.takes(leaf, current, own)):
                 return matching.fill(leaf, current, fresh=False, cut=own)
+        dtype = _dtype_now(matching, leaf, parameter, was) if key != "step" else torch_dtype(leaf.dtype)
         if cut is not None and cut.shape == leaf.shape:
-            shard = torch.empty_like(parameter.detach(), dtype=torch_dtype(leaf.dtype))
+            shard = torch.empty_like(parameter.detach(), dtype=dtype)
             return matching.fill(leaf, shard, fresh=True, cut=cut)
-        return matching.fill(leaf, _like_parameter(matching, leaf, parameter), fresh=True)
+        return matching.fill(leaf, _like_parameter(matching, leaf, parameter, dtype), fresh=True)
 
     subclass = partial(fill_or_make, matching, tree, parameter, in_place=True)
-    state = Pending.decode(values, paths.leaf_name(tree.name, f"state.{name}"), target, subclass)
+    state = Pending.decode(saved.state[name], paths.leaf_name(tree.name, f"state.{name}"), target, subclass)
     if not _is_optimizer_state(state.preview):
         raise unlike(tree, f"the state of '{name}' is not what an optimizer has")
     return state
 
 
-def _had_shape(matching: Matching, tree: TreeRecord, parameter: str, shape: tuple[int, ...]) -> bool:
-    """Return whether the checkpoint has the parameter itself, in this shape: then its state may have any shape, as
-    that of optimizers which precondition by dimension has."""
+def _saved_parameters(matching: Matching, tree: TreeRecord, parameter: str) -> list[TensorRecord]:
+    """Return the leaves of the checkpoint that can be the parameter itself, by its name in the checkpoint."""
     owners = (paths.tree_name(name, tree.scope) for name in matching.components)
     names = (parameter, *(paths.leaf_name(owner, parameter) for owner in owners))
-    return any(name in matching.saved.leaves and matching.saved.leaves[name].shape == shape for name in names)
+    return [matching.saved.leaves[name] for name in names if name in matching.saved.leaves]
 
 
-def _like_parameter(matching: Matching, leaf: TensorRecord, parameter: torch.Tensor) -> torch.Tensor:
+def _dtype_now(
+    matching: Matching, leaf: TensorRecord, parameter: torch.Tensor, was: Sequence[TensorRecord]
+) -> torch.dtype:
+    """Return the type of new memory for a piece of optimizer state: the saved one or, if types are converted, that of
+    the parameter where both had one type when they were saved."""
+    saved = torch_dtype(leaf.dtype)
+    convertible = matching.strategy.cast and {saved, parameter.dtype} <= CAST
+    return parameter.dtype if convertible and any(one.dtype == leaf.dtype for one in was) else saved
+
+
+def _like_parameter(
+    matching: Matching, leaf: TensorRecord, parameter: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
     """Return new memory for a piece of optimizer state, sharded like the parameter that it belongs to."""
     if tuple(parameter.shape) == leaf.shape and len(leaf.shape) > 0:
-        return torch.empty_like(parameter.detach(), dtype=torch_dtype(leaf.dtype))
-    full = matching.new_memory(leaf, parameter.device if leaf.sharded or leaf.shape else torch.device("cpu"))
+        return torch.empty_like(parameter.detach(), dtype=dtype)
+    device = parameter.device if leaf.sharded or leaf.shape else torch.device("cpu")
+    full = matching.new_memory(leaf, device, dtype)
     if leaf.sharded and isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         return DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)

@@ -11,7 +11,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import StateMismatchError
-from holdfast.loading.match.forms import fits
 from holdfast.loading.match.matching import Matching
 from holdfast.loading.match.subclasses import fill_or_make
 from holdfast.ondisk import paths
@@ -77,12 +76,13 @@ def decode_values(
             matching.fitted.mismatched.append(
                 f"{leaf.name}: excluded, and there is no live tensor that could stay in its place"
             )
-        if live is not None and is_sharded(live) and fits(leaf, live):
+        if live is not None and is_sharded(live) and matching.takes(leaf, live):
             return matching.fill(leaf, torch.empty_like(live), fresh=True)
         if live is None and leaf.sharded and isinstance(unwrap(matching.component), torch.optim.Optimizer):
             return matching.fill(leaf, _like_parameters(matching, leaf, unwrap(matching.component)), fresh=True)
         device = live.device if live is not None else torch.device("cpu")
-        return matching.fill(leaf, matching.new_memory(leaf, device), fresh=True)
+        dtype = live.dtype if live is not None and matching.takes(leaf, live) else None
+        return matching.fill(leaf, matching.new_memory(leaf, device, dtype), fresh=True)
 
     subclass = partial(fill_or_make, matching, tree, None, in_place=False)
     return Pending.decode(values, paths.leaf_name(tree.name, path), target, subclass)

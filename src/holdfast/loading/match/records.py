@@ -39,7 +39,9 @@ class Fitted:
     """One component fitted to its saved state. `take_up` hands the state over once the requests are filled.
 
     `unused` are leaves of the checkpoint that this rank has no place for; another rank that takes from the same of
-    the `trees` may have one. `accepted` are the differences that a loose restore lets pass. Of a model or an optimizer,
+    the `trees` may have one. `accepted` are the differences that a loose restore lets pass, `renamed` and `cast` the
+    leaves that have another name or type in the checkpoint, and `rules` the entries of `rename` that matched a leaf of
+    a model, with the model. Of a model or an optimizer,
     `held` counts the leaves (an optimizer's parameters) on this rank, `stored` those in the checkpoint, and `common`
     those that both have and that are restored.
     """
@@ -53,6 +55,9 @@ class Fitted:
     unused: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
     accepted: list[str] = field(default_factory=list)
+    renamed: list[str] = field(default_factory=list)
+    cast: list[str] = field(default_factory=list)
+    rules: set[tuple[str, str]] = field(default_factory=set)
     globs: set[str] = field(default_factory=set)
     left_out: set[str] = field(default_factory=set)
     held: int = 0

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from holdfast.errors import StateMismatchError
+from holdfast.loading.match.forms import is_castable_form
 from holdfast.loading.match.matching import Matching
 from holdfast.loading.match.pending import decode_values
+from holdfast.loading.suggestions import CASTABLE
 from holdfast.ondisk import paths
 from holdfast.ondisk.manifest import TreeRecord
 from holdfast.state.descriptions import differing_values
@@ -61,7 +63,8 @@ def _common_keys(
     for path, before, now in differing_values(live, saved, tree.name):
         matching.note_difference(
             f"{path}: {before} in the checkpoint, {now} now",
-            f"strict=False takes what was saved, skip=('{tree.component}',) leaves the dict as it is",
+            f"strict=False takes what was saved, skip=('{tree.component}',) leaves the dict as it is"
+            + (CASTABLE if is_castable_form(before, now) else ""),
         )
     return live.keys() & saved.keys()
 
@@ -74,14 +77,14 @@ def _template(matching: Matching, tree: TreeRecord) -> Mapping[str, torch.Tensor
     own = [name for name in matching.saved.leaves if name.startswith(f"{tree.name}.")]
     excluded = {name for name in own if matching.strategy.excluding(name) is not None}
     per_rank = isinstance(matching.component, PerRank)
-    if not own or (per_rank and not excluded):
+    if not own or (per_rank and not excluded and not matching.strategy.cast):
         return {}
     with random_state_kept():
         state = matching.live_state()
     matching.require_memory(state, matching.fitted.component)
     live = tree_of(matching.fitted.component, matching.component, state, None).tensors
     kept = {path: tensor for path, tensor in live.items() if paths.leaf_name(tree.name, path) in excluded}
-    return kept if per_rank else live
+    return kept if per_rank and not matching.strategy.cast else live
 
 
 def _only(state: Any, keys: Set[Any] | None) -> Any:

@@ -1,4 +1,5 @@
-"""Copy chunks from devices into the arena by streams of their own, while the training goes on. Knows CUDA.
+"""Copy chunks from devices into the arena by streams of their own, while the training goes on. Knows accelerators, no
+kind of them.
 
 Nothing torn can come of it: what an optimizer of the state owns is changed by its `step` alone, which waits, on the
 device, for the copy; everything else is cloned, or copied, in the order of the training's own stream, before anything
@@ -9,9 +10,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,8 +20,9 @@ from holdfast.ondisk.safetensors import SMALL_BYTES
 from holdfast.saving.staging.arena import Arena
 from holdfast.saving.staging.chunks import BYTE, Chunk, Placement, copy_all, copy_now
 from holdfast.saving.staging.step_hooks import owned_places
+from holdfast.state.devices import ACCELERATORS, Accelerator, Accelerators
 
-__all__ = ["AsyncMode", "DeviceCopier", "Staging", "best_mode", "is_on_device"]
+__all__ = ["AsyncMode", "DeviceCopier", "Staging", "best_mode", "room_for_clone"]
 
 logger = logging.getLogger("holdfast")
 
@@ -29,7 +30,6 @@ AsyncMode = Literal["async", "async_pinned", "async_device"]
 
 _QUEUE_COPIES = 800
 _FIRST_GROUP_BYTES = 256 << 20
-_PORTABLE = 1
 # What a clone on the device leaves free: an allocator needs room to move, and other libraries take some, too.
 _DEVICE_RESERVE_BYTES = 1 << 30
 
@@ -93,7 +93,7 @@ class _SourceDevices:
     """The device of each source and, by their indices: those in host memory, runs that are copied as one, the rest."""
 
     devices: list[torch.device]
-    used: list[torch.device]
+    used: dict[torch.device, Accelerator]
     here: list[int]
     runs: list[tuple[int, int]]
     singles: list[int]
@@ -102,13 +102,14 @@ class _SourceDevices:
 class DeviceCopier:
     """The copies from devices into one arena, and what they keep from save to save: streams and batches of chunks."""
 
-    def __init__(self) -> None:
-        self._registered: Arena | None = None
+    def __init__(self, accelerators: Accelerators = ACCELERATORS) -> None:
+        self._accelerators = accelerators
+        self._page_locked: list[tuple[Arena, Accelerator]] = []
         self._batches: dict[tuple[int, int], _DeviceBatch] = {}
         self._source_devices: _SourceDevices | None = None
         self._streams: dict[torch.device, Any] = {}
         self._staging: Staging | None = None
-        self._reading: list[torch.device] = []
+        self._reading: dict[torch.device, Accelerator] = {}
         self._logged_no_room = False
 
     def start(
@@ -125,9 +126,9 @@ class DeviceCopier:
         In the order of the training's stream small chunks are gathered, and what may change is cloned. The copies to
         the arena then are made by other streams.
         """
-        self._register(placement.arena)
         views = placement.views
         where = self._where(sources, placement)
+        self._page_lock(placement.arena, where.used)
         gathered, singles = self._gather(sources, placement, where.runs), where.singles
         cloned = clones and self._clone(sources, singles)
         if not cloned:
@@ -140,17 +141,17 @@ class DeviceCopier:
         copies = [_Copy(views[index], sources[index], placement.chunks[index].end) for index in singles]
         copies = sorted([*gathered, *copies], key=lambda copy: copy.end)
         copy_all([views[index] for index in where.here], [sources[index] for index in where.here])
-        ready = {device: _event(torch.cuda.current_stream(device)) for device in where.used}
-        staging.send(lambda: self._send(copies, ready), len(copies))
-        self._staging, self._reading = (None, []) if cloned else (staging, list(ready))
+        ready = {device: kind.record_event(kind.current_stream(device)) for device, kind in where.used.items()}
+        staging.send(lambda: self._send(copies, where.used, ready), len(copies))
+        self._staging, self._reading = (None, {}) if cloned else (staging, where.used)
 
     def wait_for_staging(self) -> None:
         """Make the current stream of every device wait for the copies that still read. The CPU goes on at once."""
         staging, self._staging = self._staging, None
         if staging is not None:
             staging.wait_until_sent()
-            for device in self._reading:
-                torch.cuda.current_stream(device).wait_stream(self._stream(device))
+            for device, accelerator in self._reading.items():
+                accelerator.current_stream(device).wait_stream(self._stream(device, accelerator))
 
     def cancel(self) -> None:
         """Give up what is being staged: the save has failed."""
@@ -165,37 +166,43 @@ class DeviceCopier:
     def release(self, arena: Arena) -> None:
         """Release an arena that is about to be closed."""
         self._staging = None
-        if self._registered is arena:
-            torch.cuda.cudart().cudaHostUnregister(arena.address)
-            self._registered = None
+        for locked, accelerator in self._page_locked:
+            if locked is arena:
+                accelerator.undo_page_lock(arena.address)
+        self._page_locked = [one for one in self._page_locked if one[0] is not arena]
 
-    def _send(self, copies: list[_Copy], ready: dict[torch.device, Any]) -> list[tuple[Any, int]]:
+    def _send(
+        self, copies: list[_Copy], used: dict[torch.device, Accelerator], ready: dict[torch.device, Any]
+    ) -> list[tuple[Any, int]]:
         """Enqueue the copies, with an event after each group of them."""
+        streams = {device: self._stream(device, accelerator) for device, accelerator in used.items()}
         for device, event in ready.items():
-            self._stream(device).wait_event(event)
+            streams[device].wait_event(event)
         # What the training's own stream copied, or gathered, is there when it has come to this place.
         groups: list[tuple[Any, int]] = [(event, 0) for event in ready.values()]
         for first, last in _groups([copy.end for copy in copies], _FIRST_GROUP_BYTES):
-            for device in ready:
-                stream = self._stream(device)
+            for device, accelerator in used.items():
+                stream = streams[device]
                 mine = [copy for copy in copies[first:last] if copy.source.device == device]
-                with torch.cuda.stream(stream), torch.no_grad():
+                with accelerator.use_stream(stream), torch.no_grad():
                     copy_now([copy.target for copy in mine], [copy.source for copy in mine])
                 # Only the last device's event counts for the arena: all of them have passed this place then.
-                groups.append((_event(stream), copies[last - 1].end if device == list(ready)[-1] else 0))
+                end = copies[last - 1].end if device == list(used)[-1] else 0
+                groups.append((accelerator.record_event(stream), end))
         return groups
 
     def _where(self, sources: list[torch.Tensor], placement: Placement) -> _SourceDevices:
         """Return where the sources lie, and how they are copied; found anew when one of them has moved."""
         devices = [source.device for source in sources]
         if self._source_devices is None or devices != self._source_devices.devices:
-            runs = list(_runs(sources, placement.chunks))
+            used = self._accelerators.among(devices)
+            runs = list(_runs([device if device in used else None for device in devices], placement.chunks))
             self._source_devices = _SourceDevices(
                 devices,
-                used=[device for device in dict.fromkeys(devices) if device.type == "cuda"],
-                here=[index for index, source in enumerate(sources) if not source.is_cuda],
+                used,
+                here=[index for index, device in enumerate(devices) if device not in used],
                 runs=[(first, last) for first, last in runs if last - first > 1],
-                singles=[first for first, last in runs if last - first == 1 and sources[first].is_cuda],
+                singles=[first for first, last in runs if last - first == 1 and devices[first] in used],
             )
         return self._source_devices
 
@@ -220,7 +227,8 @@ class DeviceCopier:
         for index in indices:
             device = sources[index].device
             needed[device] = needed.get(device, 0) + sources[index].nbytes
-        if any(room_for_clone(device) < count for device, count in needed.items()):
+        used = self._accelerators.among(needed)
+        if any(room_for_clone(device, used[device]) < count for device, count in needed.items()):
             if not self._logged_no_room:
                 self._logged_no_room = True
                 logger.info("no room for a clone on the device: the copy goes straight to host memory")
@@ -231,68 +239,54 @@ class DeviceCopier:
             sources[index] = clone
         return True
 
-    def _stream(self, device: torch.device) -> Any:
+    def _stream(self, device: torch.device, accelerator: Accelerator) -> Any:
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
+            self._streams[device] = accelerator.new_stream(device)
         return self._streams[device]
 
-    def _register(self, arena: Arena) -> None:
-        if self._registered is arena:
-            return
-        code = torch.cuda.cudart().cudaHostRegister(arena.address, arena.size_bytes, _PORTABLE)
-        if int(code) == 0:
-            self._registered = arena
-        else:
-            logger.warning("the arena could not be page-locked (CUDA error %d): copies will be slower", int(code))
+    def _page_lock(self, arena: Arena, used: dict[torch.device, Accelerator]) -> None:
+        for accelerator in dict.fromkeys(used.values()):
+            if (arena, accelerator) not in self._page_locked:
+                try:
+                    accelerator.page_lock(arena.address, arena.size_bytes)
+                    self._page_locked.append((arena, accelerator))
+                except RuntimeError as error:
+                    logger.warning("the arena could not be page-locked (%s): copies will be slower", error)
 
 
-def _runs(sources: list[torch.Tensor], chunks: Sequence[Chunk]) -> Iterator[tuple[int, int]]:
-    """Yield ranges of chunks that can be copied as one: small, on one device, next to each other."""
+def _runs(devices: Sequence[torch.device | None], chunks: Sequence[Chunk]) -> Iterator[tuple[int, int]]:
+    """Yield ranges of chunks that can be copied as one: small, on one device, next to each other. None: not on any."""
     first = 0
-    for index in range(1, len(sources) + 1):
-        if index == len(sources) or not _belongs(index, sources, chunks):
+    for index in range(1, len(devices) + 1):
+        if index == len(devices) or not _belongs(index, devices, chunks):
             yield first, index
             first = index
 
 
-def _belongs(index: int, sources: list[torch.Tensor], chunks: Sequence[Chunk]) -> bool:
+def _belongs(index: int, devices: Sequence[torch.device | None], chunks: Sequence[Chunk]) -> bool:
     one, other = chunks[index - 1], chunks[index]
     small = max(one.end - one.start, other.end - other.start) < SMALL_BYTES
-    before, source = sources[index - 1], sources[index]
-    return small and one.end == other.start and source.is_cuda and before.is_cuda and source.device == before.device
+    return small and one.end == other.start and devices[index] is not None and devices[index] == devices[index - 1]
 
 
-def _event(stream: Any) -> Any:
-    # blocking: a thread that waits sleeps, and leaves its processor to the training.
-    event = torch.cuda.Event(blocking=True)
-    event.record(stream)
-    return event
-
-
-def best_mode(memory: Sequence[torch.Tensor]) -> tuple[AsyncMode, str]:
+def best_mode(memory: Sequence[torch.Tensor], accelerators: Accelerators = ACCELERATORS) -> tuple[AsyncMode, str]:
     """Return the best asynchronous mode for a state, and why."""
-    devices: dict[torch.device, int] = {}
+    sizes: dict[torch.device, int] = {}
     for tensor in memory:
-        if tensor.is_cuda:
-            devices[tensor.device] = devices.get(tensor.device, 0) + tensor.nbytes
-    if not devices:
+        sizes[tensor.device] = sizes.get(tensor.device, 0) + tensor.nbytes
+    used = accelerators.among(sizes)
+    if not used:
         return "async", "the state is in host memory"
     # Twice the room: what the training takes at its peak is only known as far as it has come.
-    if all(room_for_clone(device) > 2 * count for device, count in devices.items()):
+    if all(room_for_clone(device, accelerator) > 2 * sizes[device] for device, accelerator in used.items()):
         return "async_device", "the devices have room for a clone of the state"
     return "async_pinned", "the devices have no room for a clone of the state"
 
 
-def room_for_clone(device: torch.device) -> int:
+def room_for_clone(device: torch.device, accelerator: Accelerator) -> int:
     """Return how many bytes a clone may take on a device: what is free even when the training is at its peak."""
-    free, _ = torch.cuda.mem_get_info(device)
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
-    return int(free + cached - _DEVICE_RESERVE_BYTES)
-
-
-def is_on_device(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether any tensor is in a device's memory. There may be very many, so no generator is used."""
-    return any(map(attrgetter("is_cuda"), tensors))
+    memory = accelerator.memory(device)
+    return memory.free + memory.cached_at_peak - _DEVICE_RESERVE_BYTES
 
 
 def _without(indices: Sequence[int], left_out: Sequence[int]) -> list[int]:

@@ -38,7 +38,7 @@ class Bypass:
         except OSError:
             return None
         try:
-            disk.set_direct(second, True)
+            disk.cache.set_direct(second, True)
         except OSError:
             disk.close(second)
             return None
@@ -79,7 +79,7 @@ def _is_cold(disk: Disk, file: int, size_bytes: int) -> bool:
     cached = 0
     for place in range(first, first + step * _PROBES, step):
         try:
-            cached += disk.read_cached_at(file, byte, place)
+            cached += disk.cache.read_at(file, byte, place)
         except BlockingIOError:
             pass
         except (OSError, AttributeError):

@@ -8,8 +8,9 @@ a link below the root. Handles are file descriptors.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
+
+from holdfast.storage.local.page_cache import PageCache
 
 __all__ = ["Disk"]
 
@@ -23,7 +24,9 @@ _RENAME_NOREPLACE = 1
 
 
 class Disk:
-    """The disk as it is."""
+    """The disk as it is. `cache` has the calls that are about the page cache."""
+
+    cache = PageCache()
 
     # Folders
 
@@ -64,14 +67,6 @@ class Disk:
         """A second handle for reading the file of a handle, whatever its name leads to by now."""
         return os.open(f"/proc/self/fd/{file}", _READ_FLAGS & ~os.O_NOFOLLOW)
 
-    def set_direct(self, file: int, direct: bool) -> None:
-        """Let reads and writes pass by the page cache, or not.
-
-        Set after the file was made, not while: an open with O_DIRECT that is refused may leave the new file behind.
-        """
-        flags = fcntl.fcntl(file, fcntl.F_GETFL)
-        fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
-
     def write_at(self, file: int, data: memoryview, offset: int) -> int:
         """How many of the bytes were written, which may be fewer than were given."""
         return os.pwrite(file, data, offset)
@@ -79,15 +74,6 @@ class Disk:
     def read_at(self, file: int, target: memoryview, offset: int) -> int:
         """How many bytes were read, which may be fewer than fit; 0 is the end of the file."""
         return os.preadv(file, [target], offset)
-
-    def read_cached_at(self, file: int, target: memoryview, offset: int) -> int:
-        """The same, of bytes that are in the page cache; `BlockingIOError` when the disk would have to be asked."""
-        return os.preadv(file, [target], offset, os.RWF_NOWAIT)
-
-    def start_write_back(self, file: int, offset: int, size_bytes: int) -> None:
-        """Let the disk begin with these bytes. Makes nothing durable; does not wait."""
-        # The advice that pages are not needed any more makes Linux write the dirty ones out first.
-        os.posix_fadvise(file, offset, size_bytes, os.POSIX_FADV_DONTNEED)
 
     def fsync_file(self, file: int) -> None:
         os.fsync(file)

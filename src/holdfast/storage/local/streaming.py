@@ -147,7 +147,7 @@ class Pen:
         if self._direct:
             return
         try:
-            self._disk.set_direct(self._file, True)
+            self._disk.cache.set_direct(self._file, True)
         except OSError:
             # Refused, as by many network file systems: ordinary writes do the same, only slower.
             return
@@ -168,7 +168,7 @@ class Pen:
             data = data[count:]
         if not self._direct and self._offset - start >= _EARLY_BYTES:
             # Through the page cache the disk would stand still until the sync at the end.
-            self._disk.start_write_back(self._file, start, self._offset - start)
+            self._disk.cache.start_write_back(self._file, start, self._offset - start)
 
     def _write_some(self, data: memoryview) -> int:
         try:
@@ -185,7 +185,7 @@ class Pen:
 
     def _leave_direct(self) -> None:
         if self._direct:
-            self._disk.set_direct(self._file, False)
+            self._disk.cache.set_direct(self._file, False)
             self._direct = False
 
 

@@ -1,14 +1,22 @@
 """In which groups a device's copies are sent, which are left to the training's own stream, and who waits for them."""
 
+from __future__ import annotations
+
 import threading
+from collections.abc import Iterator
 from itertools import accumulate, pairwise
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from holdfast.ondisk.safetensors import SMALL_BYTES
 from holdfast.saving.staging.arena import Arena
-from holdfast.saving.staging.device_copy import Staging, _groups, _without
+from holdfast.saving.staging.chunks import Chunk, Placement
+from holdfast.saving.staging.device_copy import DeviceCopier, Staging, _groups, _without, best_mode
+from holdfast.state.devices import Accelerators
+from tests.unit.state.devices.fake import GIBI, FakeAccelerator
 
 
 # A busy machine is no reason to fail.
@@ -61,3 +69,127 @@ def test_nobody_waits_for_copies_that_are_not_sent_because_the_save_failed() -> 
     step.join(30)
     assert not step.is_alive()
     arena.close()
+
+
+# Copies of an accelerator that does its work as late as it may
+
+SIZE = SMALL_BYTES // 4  # floats that are not gathered with others
+
+
+class Scene:
+    """Two small tensors, one weight that an optimizer owns and one buffer that it does not, all on one device."""
+
+    def __init__(self, accelerator: FakeAccelerator | None = None) -> None:
+        self.accelerator = accelerator or FakeAccelerator()
+        self.weight = torch.nn.Parameter(torch.ones(SIZE))
+        self.buffer = torch.ones(SIZE)
+        self.small = [torch.ones(5), torch.ones(7)]
+        self.optimizer = torch.optim.SGD([self.weight], lr=1.0)
+        self.copier = DeviceCopier(Accelerators([self.accelerator]))
+        self.sources = [self.weight.detach(), *self.small, self.buffer]
+        self.arena = Arena.make(4 * sum(source.numel() for source in self.sources))
+        self.placement = Placement(self.arena)
+        start = 0
+        for index, source in enumerate(self.sources):
+            self.placement.add(index, Chunk(start, start + source.nbytes, source.dtype, tuple(source.shape)))
+            start += source.nbytes
+        self.end = start
+
+    def start(self, *, clones: bool = False) -> Staging:
+        staging = Staging(self.arena, self.end)
+        self.copier.start(list(self.sources), self.placement, [self.optimizer], staging, clones=clones)
+        return staging
+
+    def change(self, *tensors: torch.Tensor) -> None:
+        for tensor in tensors:
+            tensor.detach().fill_(7)
+
+    def staged(self) -> list[list[float]]:
+        return [view.unique().tolist() for view in self.placement.views]
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    made = Scene()
+    yield made
+    made.copier.release(made.arena)
+    made.arena.close()
+
+
+@pytest.mark.guarantee("G2")
+def test_what_changes_after_the_optimizer_waited_is_staged_as_it_was(scene: Scene) -> None:
+    staging = scene.start()
+    assert scene.staged()[0] == [0], "the device has not begun"
+    scene.change(*scene.small, scene.buffer)
+    scene.copier.wait_for_staging()
+    scene.change(scene.weight)
+    staging.finish()
+    assert scene.staged() == [[1]] * 4
+    assert scene.arena.staged == scene.end
+
+
+def test_a_weight_that_is_changed_without_the_wait_is_staged_changed(scene: Scene) -> None:
+    """The test above can fail."""
+    staging = scene.start()
+    scene.change(scene.weight)
+    staging.finish()
+    assert scene.staged() == [[7], [1], [1], [1]]
+
+
+@pytest.mark.guarantee("G2")
+def test_from_clones_everything_is_staged_as_it_was_without_a_wait(scene: Scene) -> None:
+    staging = scene.start(clones=True)
+    scene.change(scene.weight, *scene.small, scene.buffer)
+    staging.finish()
+    assert scene.staged() == [[1]] * 4
+
+
+@pytest.mark.guarantee("G2")
+@pytest.mark.parametrize("clones", [False, True])
+def test_without_room_for_clones_what_no_optimizer_owns_is_copied_in_the_call(scene: Scene, clones: bool) -> None:
+    scene.accelerator.free = 0
+    staging = scene.start(clones=clones)
+    assert scene.staged()[3] == [1]
+    scene.change(scene.buffer)
+    scene.copier.wait_for_staging()
+    scene.change(scene.weight)
+    staging.finish()
+    assert scene.staged() == [[1]] * 4
+
+
+def test_the_arena_is_page_locked_once_and_released(scene: Scene) -> None:
+    for _ in range(2):
+        scene.start().finish()
+    assert scene.accelerator.calls == [("page_lock", (scene.arena.address, scene.arena.size_bytes))]
+    scene.copier.release(scene.arena)
+    assert scene.accelerator.calls[1:] == [("undo_page_lock", scene.arena.address)]
+    scene.start().finish()
+    assert scene.accelerator.calls[2:] == scene.accelerator.calls[:1], "another arena may be at the same place"
+
+
+def test_one_stream_per_device_serves_all_saves(scene: Scene) -> None:
+    for _ in range(3):
+        scene.start().finish()
+    assert len(scene.accelerator.streams) == 1
+
+
+def test_an_arena_that_cannot_be_page_locked_is_a_warning_and_is_filled(caplog: pytest.LogCaptureFixture) -> None:
+    scene = Scene(FakeAccelerator(refuses=True))
+    scene.start().finish()
+    assert scene.staged() == [[1]] * 4
+    assert "could not be page-locked (error 2 of this device)" in caplog.text
+    scene.copier.release(scene.arena)
+    scene.arena.close()
+
+
+def test_the_best_mode_is_that_for_which_the_devices_have_room() -> None:
+    memory = [torch.empty(1000)]
+    assert best_mode(memory)[0] == "async"
+    for free, cached, mode in [
+        (2 * GIBI, 0, "async_device"),
+        (GIBI, 0, "async_pinned"),  # what a clone must leave free
+        (0, 4 * GIBI, "async_device"),  # of which the training has used half at its peak
+        (0, 2 * GIBI, "async_pinned"),
+    ]:
+        accelerator = FakeAccelerator(free=free, cached=cached)
+        assert best_mode(memory, Accelerators([accelerator]))[0] == mode, (free, cached)

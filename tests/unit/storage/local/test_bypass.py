@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from holdfast.errors import StorageError
 from holdfast.storage.base import alignment_of
 from holdfast.storage.local.disk import Disk
 from holdfast.storage.local.local import LocalStorage
+from holdfast.storage.local.page_cache import PageCache
 from holdfast.testing import MemoryStorage
 
 MEBIBYTE = 1 << 20
@@ -23,29 +25,18 @@ class CacheDisk(Disk):
     """A disk of whose files `cached` of 32 probed bytes are in the page cache. Counts the reads past the cache."""
 
     def __init__(self, cached: int = 0, *, refuse: str = "", code: int = errno.EINVAL, short: int = 1 << 40) -> None:
-        self.probes = 0
+        self.cache = ProbedCache(cached, self._fail)
         self.direct: set[int] = set()
         self.direct_reads: list[tuple[int, int]] = []
-        self._cached = cached
         self._refuse = refuse
         self._code = code
         self._short = short
-
-    def read_cached_at(self, file: int, target: memoryview, offset: int) -> int:
-        self._fail("read_cached_at")
-        self.probes += 1
-        if self.probes > self._cached:
-            raise BlockingIOError(errno.EAGAIN, "it is not in the cache")
-        return len(target)
 
     def reopen_file(self, file: int) -> int:
         self._fail("reopen_file")
         handle = super().reopen_file(file)
         self.direct.add(handle)
         return handle
-
-    def set_direct(self, file: int, direct: bool) -> None:
-        self._fail("set_direct")
 
     def read_at(self, file: int, target: memoryview, offset: int) -> int:
         if file in self.direct:
@@ -64,6 +55,25 @@ class CacheDisk(Disk):
     def _fail(self, method: str) -> None:
         if method == self._refuse:
             raise OSError(self._code, os.strerror(self._code))
+
+
+class ProbedCache(PageCache):
+    """The page cache of such a disk."""
+
+    def __init__(self, cached: int, fail: Callable[[str], None]) -> None:
+        self.probes = 0
+        self._cached = cached
+        self._fail = fail
+
+    def read_at(self, file: int, target: memoryview, offset: int) -> int:
+        self._fail("cache.read_at")
+        self.probes += 1
+        if self.probes > self._cached:
+            raise BlockingIOError(errno.EAGAIN, "it is not in the cache")
+        return len(target)
+
+    def set_direct(self, file: int, direct: bool) -> None:
+        self._fail("cache.set_direct")
 
 
 def written(folder: Path, size: int = SIZE) -> bytes:
@@ -98,7 +108,7 @@ def test_a_small_file_is_not_asked_about(tmp_path: Path) -> None:
     data = written(tmp_path, MEBIBYTE)
     disk = CacheDisk()
     assert read_all(disk, tmp_path) == (1, data)
-    assert disk.probes == 0
+    assert disk.cache.probes == 0
 
 
 def test_the_question_is_asked_once(tmp_path: Path) -> None:
@@ -106,7 +116,7 @@ def test_the_question_is_asked_once(tmp_path: Path) -> None:
     disk = CacheDisk(32)
     with LocalStorage(tmp_path, disk=disk).open("key") as source:
         assert [alignment_of(source) for _ in range(3)] == [1, 1, 1]
-    assert disk.probes == 32
+    assert disk.cache.probes == 32
 
 
 def test_who_does_not_ask_reads_through_the_cache(tmp_path: Path) -> None:
@@ -116,11 +126,11 @@ def test_who_does_not_ask_reads_through_the_cache(tmp_path: Path) -> None:
         buffer = bytearray(source.size_bytes)
         source.read_into(0, memoryview(buffer))
     assert buffer == data
-    assert disk.probes == 0
+    assert disk.cache.probes == 0
     assert disk.direct_reads == []
 
 
-@pytest.mark.parametrize("refused", ["read_cached_at", "reopen_file", "set_direct"])
+@pytest.mark.parametrize("refused", ["cache.read_at", "reopen_file", "cache.set_direct"])
 def test_a_system_that_refuses_is_read_through_the_cache(tmp_path: Path, refused: str) -> None:
     data = written(tmp_path)
     disk = CacheDisk(refuse=refused, code=errno.EOPNOTSUPP)

@@ -20,6 +20,7 @@ from holdfast.errors import KeyExistsError, KeyMissingError, StorageError, Usage
 from holdfast.storage.base import Entry, Storage
 from holdfast.storage.local.disk import Disk
 from holdfast.storage.local.local import LocalStorage
+from holdfast.storage.local.page_cache import PageCache
 from holdfast.testing import StorageContract
 
 MEBIBYTE = 1 << 20
@@ -46,6 +47,17 @@ class FailingDisk(Disk):
 
     def _fail(self, *args: object, **named: object) -> object:
         raise OSError(self._code, os.strerror(self._code))
+
+
+class UndirectedCache(PageCache):
+    def set_direct(self, file: int, direct: bool) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+
+class UndirectedDisk(Disk):
+    """Knows no O_DIRECT, as many network file systems."""
+
+    cache = UndirectedCache()
 
 
 class ShortDisk(Disk):
@@ -103,7 +115,7 @@ class TestWithoutLinks(LocalContract):
 
 class TestWithoutDirect(LocalContract):
     def make(self, tmp_path: Path) -> Storage:
-        return LocalStorage(tmp_path, disk=FailingDisk(errno.EINVAL, "set_direct"))
+        return LocalStorage(tmp_path, disk=UndirectedDisk())
 
 
 class TestWithShortCalls(LocalContract):
@@ -292,14 +304,17 @@ def test_a_lost_answer_of_a_file_server_is_not_taken_for_another_writer(tmp_path
 
 
 def test_direct_writes_that_are_refused_one_by_one_become_ordinary(tmp_path: Path) -> None:
-    class Picky(Disk):
+    class Noting(PageCache):
         direct = False
 
         def set_direct(self, file: int, direct: bool) -> None:
             self.direct = direct
 
+    class Picky(Disk):
+        cache = Noting()
+
         def write_at(self, file: int, data: memoryview, offset: int) -> int:
-            if self.direct:
+            if self.cache.direct:
                 raise OSError(errno.EINVAL, "Invalid argument")
             return super().write_at(file, data, offset)
 

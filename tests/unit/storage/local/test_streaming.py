@@ -13,16 +13,21 @@ import pytest
 
 from holdfast.errors import StorageError
 from holdfast.storage.local.disk import Disk
+from holdfast.storage.local.page_cache import PageCache
 from holdfast.storage.local.streaming import PIECE_BYTES, FileSink
 
 SIZES = [0, 1, 4095, 4096, 1 << 20, (1 << 20) + 1, PIECE_BYTES, 3 * PIECE_BYTES + 5000]
 
 
-class Refusing(Disk):
+class RefusingCache(PageCache):
     """No O_DIRECT, as on many network file systems."""
 
     def set_direct(self, file: int, direct: bool) -> None:
         raise OSError(errno.EINVAL, "no O_DIRECT here")
+
+
+class Refusing(Disk):
+    cache = RefusingCache()
 
 
 class Failing(Disk):
