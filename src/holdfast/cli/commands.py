@@ -1,9 +1,9 @@
-"""The commands: `holdfast ls`, `show`, `verify`, `tag`, `prune`, `unlock`, `doctor`.
+"""The commands: `holdfast ls`, `show`, `verify`, `tag`, `prune`, `unlock`, `doctor`, `export`.
 
 Words enter, text and an exit code leave.
 
 A command is a function that prints and returns its exit code; what it raises becomes a line and a code in one place.
-None of them imports torch.
+None of them imports torch, except `export` when it runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from holdfast._version import __version__
-from holdfast.cli import doctor, ls, prune, show, tag, unlock, verify
+from holdfast.cli import doctor, export, ls, prune, show, tag, unlock, verify
 from holdfast.cli.output import as_command, forgive_encoding, print_note
 
 __all__ = ["app", "main"]
@@ -36,6 +36,7 @@ app.command("tag")(as_command(tag.tag))
 app.command("prune")(as_command(prune.prune))
 app.command("unlock")(as_command(unlock.unlock))
 app.command("doctor")(as_command(doctor.doctor))
+app.command("export")(as_command(export.export))
 
 
 def main() -> None:
@@ -64,7 +65,7 @@ def _about(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Look at the checkpoints of a training run, check them to the byte, tag them, and prune them.
+    """Look at the checkpoints of a training run, check them to the byte, tag, prune and export them.
 
     SOURCE is a run's folder, a checkpoint's folder, its manifest.json, a link such as RUN/latest, or RUN@SELECTOR.
     A selector is 'latest', 'best', 'best:METRIC', 'best:METRIC:max', a step, a tag or a folder's name.
@@ -78,6 +79,7 @@ def _about(
       holdfast prune runs/tiny --keep-last 3 --keep-best val_loss:2
       holdfast unlock runs/tiny
       holdfast doctor runs/tiny --fix
+      holdfast export runs/tiny tiny.safetensors --format safetensors
 
     \b
     Exit codes:
