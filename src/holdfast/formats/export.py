@@ -20,6 +20,7 @@ from holdfast.formats.base import Format
 from holdfast.formats.components import component_names, component_of, frozen_bases, refuse_subclasses, values_of
 from holdfast.formats.own import OwnSource
 from holdfast.formats.publishing import check_target, published, require_room
+from holdfast.formats.read_ahead import ReadAhead, pieces_in_place
 from holdfast.formats.registry import format_named, open_source
 from holdfast.formats.renaming import Rename, renamed
 from holdfast.formats.source import Source, TensorEntry, tensors_of
@@ -70,7 +71,7 @@ class ExportJob:
     tensors, nested as the source has them, with an `ExportItem` in the place of each tensor; flat names of the model
     when one component is exported. config, assets: what the source has beside the weights. max_shard_bytes: the most
     bytes of tensors in one file; None for the format's own rule. name: the name that the target will have. dtype: the
-    element type that the user asked for, if any.
+    element type that the user asked for, if any. read: how items are read; by the calling thread where it is None.
     """
 
     source: Source
@@ -82,21 +83,17 @@ class ExportJob:
     on_bytes: Callable[[int], None] = lambda count: None
     name: str = ""
     dtype: str | None = None
+    read: Pieces | None = None
 
     def pieces(self, item: ExportItem) -> Iterator[memoryview]:
         """Yield the bytes of a tensor as the target wants them, verified where the source can be. Each piece is valid
-        until the next one is asked for."""
-        from holdfast.formats.read_ahead import pieces_in_place
-
-        return self._counted(pieces_in_place(self.source, item))
+        until the next one is asked for. Items that are asked for in the order of `items` are read ahead."""
+        return self._counted(pieces_in_place(self.source, item) if self.read is None else self.read(item))
 
     @contextmanager
-    def reading_ahead(self, items: Sequence[ExportItem] | None = None) -> Iterator[Pieces]:
-        """Give a function like `pieces` that reads while the caller writes, for items that are asked for in this order;
-        that of the job where none is given."""
-        from holdfast.formats.read_ahead import ReadAhead
-
-        with ReadAhead(self.source, self.items if items is None else items) as ahead:
+    def reading_ahead(self, items: Sequence[ExportItem]) -> Iterator[Pieces]:
+        """Give a function like `pieces` for items that are asked for in another order, which is this one."""
+        with ReadAhead(self.source, items) as ahead:
             yield lambda item: self._counted(ahead.pieces(item))
 
     def _counted(self, pieces: Iterator[memoryview]) -> Iterator[memoryview]:
@@ -149,7 +146,8 @@ def export(
         total_bytes = sum(item.size_bytes for item in job.items)
         require_room(path, total_bytes + _ROOM_FOR_THE_REST_BYTES)
         with Progress(f"exporting to {path.name}", total_bytes) as bar, published(path) as partial:
-            form.write(replace(job, on_bytes=bar.add), partial)
+            with ReadAhead(opened, job.items) as ahead:
+                form.write(replace(job, on_bytes=bar.add, read=ahead.pieces), partial)
             written = _size_of(partial)
     if left_out:
         shown = ", ".join(left_out[:8]) + (", ..." if len(left_out) > 8 else "")

@@ -34,45 +34,65 @@ _ALIGNMENT_BYTES = 64
 
 
 class ReadAhead:
-    """Items of one source, read in their order ahead of the caller. Close it, or use it in a `with` block."""
+    """Items of one source, read in their order ahead of the caller, from the first one on that is asked for. Close it,
+    or use it in a `with` block."""
 
     def __init__(self, source: Source, items: Sequence[ExportItem]) -> None:
         self._source = source
         self._batches = _batches(items)
         self._order = [item for item in items if item.size_bytes]
+        self._places = {id(item): place for place, item in enumerate(self._order)}
         self._next = 0
+        self._read_entries: set[int] = set()
         self._free: SimpleQueue[_Buffer | None] = SimpleQueue()
         self._full: SimpleQueue[_Filled | BaseException] = SimpleQueue()
         self._stopped = threading.Event()
-        self._views = self._stream()
-        for _ in range(_BUFFERS):
-            self._free.put(_Buffer())
-        self._thread = threading.Thread(target=self._run, name="holdfast-read-ahead", daemon=True)
-        self._thread.start()
+        self._views: Iterator[memoryview] = iter(())
+        self._thread: threading.Thread | None = None
 
     def pieces(self, item: ExportItem) -> Iterator[memoryview]:
         """Yield the bytes of an item. Each piece is valid until the next one is asked for.
 
-        The items must be asked for in the order in which they were given, and each read to its end: another one is read
-        beside the thread, only slower.
+        Items should be asked for in the order in which they were given, and each read to its end; further names of a
+        tensor may be left out. Any other item is read by the calling thread, only slower.
         """
         if not item.size_bytes:
             return
-        if self._next >= len(self._order) or item is not self._order[self._next]:
+        place = self._places.get(id(item), -1)
+        skipped = self._order[self._next : place] if place >= self._next else []
+        if place < self._next or any(id(other.entry) not in self._read_entries for other in skipped):
             yield from pieces_in_place(self._source, item)
             return
+        for other in skipped:
+            for _ in self._next_item(other):
+                pass
+        yield from self._next_item(item)
+
+    def _next_item(self, item: ExportItem) -> Iterator[memoryview]:
+        if self._thread is None:
+            self._start()
         self._next += 1
+        self._read_entries.add(id(item.entry))
         left = item.size_bytes
         while left:
             view = next(self._views)
             yield view
             left -= len(view)
 
+    def _start(self) -> None:
+        size_bytes = _buffer_bytes(self._order)
+        for _ in range(_BUFFERS):
+            self._free.put(_Buffer(size_bytes))
+        self._views = self._stream()
+        self._thread = threading.Thread(target=self._run, name="holdfast-read-ahead", daemon=True)
+        self._thread.start()
+
     def close(self) -> None:
         """End the thread. What it reads at the moment is read to its end."""
         self._stopped.set()
         self._free.put(None)
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
         # They refer to this object, which would keep its buffers until the next collection.
         self._views = iter(())
 
@@ -103,7 +123,7 @@ class ReadAhead:
 
 def pieces_in_place(source: Source, item: ExportItem) -> Iterator[memoryview]:
     """Yield the bytes of one item, read by the calling thread."""
-    buffer = _Buffer()
+    buffer = _Buffer(_buffer_bytes([item]))
     for batch in _batches([item]):
         yield from buffer.fill(source, batch)
 
@@ -141,6 +161,16 @@ def _batches(items: Sequence[ExportItem]) -> Iterator[list[_Part]]:
         yield batch
 
 
+def _buffer_bytes(items: Sequence[ExportItem]) -> int:
+    """Return how large a buffer these items need."""
+    total = 0
+    for item in items:
+        total += _aligned(max(item.size_bytes, item.entry.size_bytes))
+        if total >= _BATCH_BYTES:
+            return _BATCH_BYTES
+    return total
+
+
 def _sizes(item: ExportItem, box: Box) -> tuple[int, int]:
     return box.volume * item.entry.item_bytes, box.volume * element_type(item.dtype).item_bytes
 
@@ -152,14 +182,15 @@ def _aligned(position: int) -> int:
 class _Buffer:
     """Memory for one batch as it is stored, and, where types are converted, as it is wanted."""
 
-    def __init__(self) -> None:
+    def __init__(self, size_bytes: int) -> None:
+        self._size_bytes = size_bytes
         self._stored: torch.Tensor | None = None
         self._wanted: torch.Tensor | None = None
 
     def fill(self, source: Source, batch: Sequence[_Part]) -> list[memoryview]:
         """Read a batch and return the bytes of its parts, in their order."""
         if self._stored is None:
-            self._stored = HostCarrier().memory(_BATCH_BYTES)
+            self._stored = HostCarrier().memory(self._size_bytes)
         targets = [_tensor(self._stored, part.stored_start, part.item.entry.dtype, part.box) for part in batch]
         source.read([Fill(part.item.entry, part.box, target) for part, target in zip(batch, targets, strict=True)])
         return [self._bytes(part, target) for part, target in zip(batch, targets, strict=True)]
@@ -168,7 +199,7 @@ class _Buffer:
         if part.item.dtype == part.item.entry.dtype:
             return memory_of(stored)
         if self._wanted is None:
-            self._wanted = HostCarrier().memory(_BATCH_BYTES)
+            self._wanted = HostCarrier().memory(self._size_bytes)
         wanted = _tensor(self._wanted, part.wanted_start, part.item.dtype, part.box)
         wanted.copy_(stored)
         _require_range(part.item, stored, wanted)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -485,10 +486,32 @@ def test_items_that_are_asked_for_out_of_order_are_read_too(run: Path, order: in
             assert found[item.name] == b"".join(map(bytes, source.pieces(item.entry)))
 
 
-def test_a_reader_ahead_that_is_not_read_to_its_end_ends_its_thread(large: Path) -> None:
-    import threading
+class Counted(OwnSource):
+    """A source that notes which thread reads which tensors."""
 
+    def read(self, fills: Sequence[Fill], on_bytes: Callable[[int], None] = lambda count: None) -> None:
+        self.reads = [*getattr(self, "reads", []), (threading.current_thread().name, len(fills))]
+        super().read(fills, on_bytes)
+
+
+@pytest.mark.parametrize("with_further_names", [True, False])
+def test_small_tensors_are_read_together_also_when_further_names_are_left_out(
+    run: Path, with_further_names: bool
+) -> None:
+    with Counted.resolve(run) as source:
+        items = [item for item in items_of(source) if item.size_bytes]
+        with ReadAhead(source, items) as ahead:
+            for item in items:
+                if with_further_names or item.name != "head.weight":
+                    found = b"".join(map(bytes, ahead.pieces(item)))
+                    assert found == b"".join(map(bytes, source.pieces(item.entry)))
+        assert source.reads == [("holdfast-read-ahead", len(items))]
+
+
+def test_a_reader_ahead_that_is_not_read_to_its_end_ends_its_thread(large: Path) -> None:
     with OwnSource.resolve(large) as source:
-        with ReadAhead(source, list(items_of(source))) as ahead:
-            next(ahead.pieces(next(items_of(source))))
+        items = list(items_of(source))
+        with ReadAhead(source, items) as ahead:
+            next(ahead.pieces(items[0]))
+            assert [thread for thread in threading.enumerate() if thread.name == "holdfast-read-ahead"]
         assert not [thread for thread in threading.enumerate() if thread.name == "holdfast-read-ahead"]
