@@ -201,6 +201,7 @@ class OnlyHere:
     value: int = 1
 
 
+@pytest.mark.slow
 def test_a_component_that_is_not_exported_is_not_decoded(tmp_path: Path) -> None:
     run = saved(tmp_path, {"model": Net(), "other": {"thing": OnlyHere()}})
     done = run_script(
