@@ -17,7 +17,6 @@ from holdfast.formats.metadata_files import assets_named, stored_config, write_a
 from holdfast.formats.registry import format_named
 from holdfast.formats.safetensors import read_entries, require_storable, write_shards
 from holdfast.formats.source import Asset, Source, TensorEntry
-from holdfast.ondisk.paths import safe_relative
 
 __all__ = ["HuggingFaceFormat", "HuggingFaceSource", "WeightFiles"]
 
@@ -75,7 +74,7 @@ class WeightFiles:
         if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
             raise CorruptCheckpointError("the index has no 'weight_map' of names and files", file=place)
         found: dict[str, TensorEntry] = {}
-        for file in dict.fromkeys(map(safe_relative, places.values())):
+        for file in dict.fromkeys(places.values()):
             self.files.append(file)
             for name, entry in self._of_file(file).items():
                 if places.get(name) != file:
