@@ -15,7 +15,7 @@ from typing import Any, Protocol, Self
 
 import torch
 
-from holdfast.loading.requests import PIECE_BYTES
+from holdfast.loading.requests import READ_PIECE_BYTES
 from holdfast.state.devices import ACCELERATORS, Accelerator, Accelerators, DeviceEvent
 from holdfast.state.memory import PAGE_BYTES, prefer_huge_pages
 from holdfast.state.tensors import is_host_memory
@@ -23,7 +23,7 @@ from holdfast.state.tensors import is_host_memory
 __all__ = ["SLOT_BYTES", "Carrier", "DeviceCarrier", "HostCarrier", "Ring", "Rings"]
 
 # A piece, widened to whole pages on both sides, fits into a slot.
-SLOT_BYTES = PIECE_BYTES + (64 << 10)
+SLOT_BYTES = READ_PIECE_BYTES + (64 << 10)
 
 
 class Carrier(Protocol):

@@ -25,7 +25,7 @@ from holdfast.errors import StorageError
 from holdfast.loading.copy_ring import Carrier, Rings
 from holdfast.loading.files import DAMAGE, Files
 from holdfast.loading.gpu_digest import DeviceDigester
-from holdfast.loading.requests import PIECE_BYTES
+from holdfast.loading.requests import READ_PIECE_BYTES
 from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.report import Problem
 from holdfast.state.memory import give_back_zeros
@@ -158,7 +158,7 @@ class _Extent:
             and job.device == self.jobs[0].device
             and low >= self.low
             and low - self.high <= _GAP_BYTES
-            and high - self.low <= PIECE_BYTES
+            and high - self.low <= READ_PIECE_BYTES
         )
 
     def range_to_read(self) -> tuple[int, int]:

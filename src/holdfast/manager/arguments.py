@@ -17,7 +17,7 @@ import numpy
 import torch
 
 from holdfast.errors import UsageError
-from holdfast.loading.strategy import LoadStrategy
+from holdfast.loading.strategy import LoadStrategy, Verify
 from holdfast.manager.triggers import Trigger
 from holdfast.ondisk.codec import MAX_DEPTH, Json, encode, is_registered
 from holdfast.ondisk.manifest import STATE_DICT_NOTE
@@ -236,7 +236,7 @@ def check_options(
     """Refuse what is not among the words that an option takes, and what is no policy."""
     one_of("mode", mode, get_args(ChosenMode))
     one_of("resume", resume, ("auto", "required", "never"))
-    one_of("verify", verify, ("full", "quick", "off"))
+    one_of("verify", verify, get_args(Verify))
     one_of("replicas", replicas, get_args(Replicas))
     check_policies(save, keep)
 

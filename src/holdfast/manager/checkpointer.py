@@ -29,6 +29,7 @@ from holdfast.manager.results import SaveHandle
 from holdfast.ondisk.codec import encode
 from holdfast.ondisk.manifest import STATE_DICT_NOTE, UserMetadata
 from holdfast.ondisk.paths import check_component_name, check_step
+from holdfast.ranks.base import DEFAULT_TIMEOUT_SECONDS
 from holdfast.ranks.torch_store import torch_ranks
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.events import EventLog, Observer
@@ -66,7 +67,7 @@ class AsyncCheckpointer:
         mode: ChosenMode = "auto",
         process_group: Any = None,
         storage: Storage | None = None,
-        timeout: float = 600.0,
+        timeout: float = DEFAULT_TIMEOUT_SECONDS,
         staging_limit_bytes: int | None = None,
         on_event: Observer | None = None,
         replicas: Replicas = "compare",

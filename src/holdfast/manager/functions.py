@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from holdfast.errors import CheckpointNotFoundError, UsageError
 from holdfast.loading import resolve as resolving
@@ -21,6 +21,7 @@ from holdfast.runs.report import Report
 from holdfast.runs.retention import Decision, KeepPolicy
 from holdfast.runs.selection import first_names, metric_names
 from holdfast.runs.selector import Selector
+from holdfast.runs.verify import Depth
 
 
 def resolve(run: Location, selector: str | int = "latest") -> Checkpoint:
@@ -52,7 +53,7 @@ def checkpoints(run: Location) -> list[Checkpoint]:
 def verify(
     run: Location,
     selector: str | int = "latest",
-    depth: Literal["full", "quick"] = "full",
+    depth: Depth = "full",
     *,
     on_bytes: Callable[[int], None] | None = None,
 ) -> Report:

@@ -31,7 +31,7 @@ from holdfast.manager.saves import SaveArguments, Saves, Stored
 from holdfast.manager.schedule import Pace
 from holdfast.manager.triggers import Trigger
 from holdfast.ondisk.paths import check_step
-from holdfast.ranks.base import on_leader
+from holdfast.ranks.base import DEFAULT_TIMEOUT_SECONDS, on_leader
 from holdfast.ranks.torch_store import torch_ranks
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint
@@ -45,8 +45,6 @@ from holdfast.storage.base import Storage
 from holdfast.storage.registry import storage_for
 
 __all__ = ["CheckpointManager"]
-
-_DEFAULT_TIMEOUT_SECONDS = 600.0
 
 
 class CheckpointManager:
@@ -100,7 +98,7 @@ class CheckpointManager:
         pipeline_stage: int | None = None,
         storage: Storage | None = None,
         verify: Verify = "full",
-        timeout: float = _DEFAULT_TIMEOUT_SECONDS,
+        timeout: float = DEFAULT_TIMEOUT_SECONDS,
         staging_limit_bytes: int | None = None,
         links: bool | str | LinkTemplate = True,
         on_event: Observer | None = None,

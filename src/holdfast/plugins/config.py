@@ -10,11 +10,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from msgspec import Meta
 
 from holdfast.errors import UsageError
+from holdfast.loading.strategy import Verify
 from holdfast.plugins.config_files import TOML_SUFFIXES, YAML_SUFFIXES, is_path, parse_toml, parse_yaml, read_text
 from holdfast.plugins.config_values import (
     BOOLEAN,
@@ -28,13 +29,14 @@ from holdfast.plugins.config_values import (
     shown,
 )
 from holdfast.plugins.policy_data import PLACES, keep_policy, made, plain_keep, plain_save, save_policy
+from holdfast.ranks.base import DEFAULT_TIMEOUT_SECONDS
 from holdfast.runs.link_names import LinkTemplate
 
 __all__ = ["CheckpointConfig"]
 
 MODES = ("auto", "sync", "async", "async_pinned", "async_device")
 RESUMES = ("auto", "required", "never")
-VERIFIES = ("full", "quick", "off")
+VERIFIES = get_args(Verify)
 REPLICAS = ("compare", "trust")
 
 
@@ -59,8 +61,8 @@ class CheckpointConfig:
     keep: Any = None
     mode: Literal["auto", "sync", "async", "async_pinned", "async_device"] = "auto"
     resume: Literal["auto", "required", "never"] = "auto"
-    verify: Literal["full", "quick", "off"] = "full"
-    timeout: float = 600.0
+    verify: Verify = "full"
+    timeout: float = DEFAULT_TIMEOUT_SECONDS
     staging_limit_bytes: int | None = None
     rng: bool = True
     links: bool | str | LinkTemplate = True

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from holdfast.errors import HoldfastError, UsageError
-from holdfast.ranks.base import Ranks
+from holdfast.ranks.base import DEFAULT_TIMEOUT_SECONDS, Ranks
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.events import EventLog
 from holdfast.saving.agreement import AgreedSave, Agreement, Prepared
@@ -68,7 +68,7 @@ class Saver:
         *,
         mode: ChosenMode = "auto",
         staging_limit_bytes: int | None = None,
-        timeout_seconds: float = 600.0,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         events: EventLog | None = None,
         replicas: Replicas = "compare",
     ) -> None:

@@ -31,6 +31,8 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 MAX_INLINE_BYTES = 1 << 20
+# What is copied from a device at a time, where a tensor cannot be read in its own memory.
+HOST_PIECE_BYTES = 32 << 20
 
 
 def inline_text(path: str, tensor: torch.Tensor) -> str:
@@ -364,15 +366,15 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return not (tensor.dtype.is_complex and tensor.is_conj())
 
 
-def source_of(tensor: torch.Tensor, piece_bytes: int) -> HostMemory | Pieces:
+def source_of(tensor: torch.Tensor) -> HostMemory | Pieces:
     """Where a tensor's bytes come from when they are written: its own memory where that is as the file wants it."""
     if is_host_memory(tensor):
         return HostMemory(tensor.data_ptr(), tensor.nbytes, tensor)
-    return partial(host_pieces, tensor, piece_bytes)
+    return partial(host_pieces, tensor)
 
 
-def host_pieces(tensor: torch.Tensor, piece_bytes: int) -> Iterator[memoryview]:
-    """The bytes of a tensor, in order, in host memory: its own where possible, else copies of at most `piece_bytes`.
+def host_pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in host memory, in order: its own where possible, else copies of `HOST_PIECE_BYTES`.
 
     A piece is valid until the next one is asked for.
     """
@@ -384,9 +386,9 @@ def host_pieces(tensor: torch.Tensor, piece_bytes: int) -> Iterator[memoryview]:
         yield memory_of(dense)
         return
     flat = dense.reshape(-1).view(torch.uint8)
-    buffer = torch.empty(min(piece_bytes, flat.numel()), dtype=torch.uint8)
-    for start in range(0, flat.numel(), piece_bytes):
-        part = buffer[: min(piece_bytes, flat.numel() - start)]
+    buffer = torch.empty(min(HOST_PIECE_BYTES, flat.numel()), dtype=torch.uint8)
+    for start in range(0, flat.numel(), HOST_PIECE_BYTES):
+        part = buffer[: min(HOST_PIECE_BYTES, flat.numel() - start)]
         part.copy_(flat[start : start + part.numel()])
         yield memory_of(part)
 

@@ -33,9 +33,23 @@ from typing import Protocol, Self, runtime_checkable
 
 from holdfast.errors import UsageError
 
-__all__ = ["Bytes", "Entry", "Links", "Sink", "Source", "Storage", "StorageFeatures", "alignment_of", "features_of"]
+__all__ = [
+    "WRITE_PIECE_BYTES",
+    "Bytes",
+    "Entry",
+    "Links",
+    "Sink",
+    "Source",
+    "Storage",
+    "StorageFeatures",
+    "alignment_of",
+    "features_of",
+]
 
 Bytes = bytes | bytearray | memoryview
+
+# What is handed to a disk at a time: large enough to write past the page cache at its full speed.
+WRITE_PIECE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from holdfast.storage.base import Storage
 
 __all__ = ["read_document"]
 
-_PIECE_BYTES = 1 << 20
+_READ_BYTES = 1 << 20
 
 
 def read_document(storage: Storage, key: str, limit_bytes: int) -> bytearray:
@@ -25,7 +25,7 @@ def read_document(storage: Storage, key: str, limit_bytes: int) -> bytearray:
         data = bytearray()
         while len(data) < source.size_bytes:
             start = len(data)
-            data += bytes(min(_PIECE_BYTES, source.size_bytes - start))
+            data += bytes(min(_READ_BYTES, source.size_bytes - start))
             with memoryview(data) as view, view[start:] as piece:
                 source.read_into(start, piece)
             place = data.find(0, start)

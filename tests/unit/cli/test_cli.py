@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy
@@ -23,7 +23,9 @@ from holdfast._version import __version__
 from holdfast.cli import app
 from holdfast.cli.output import size_text, visible
 from holdfast.cli.show import outline
+from holdfast.cli.verify import Depth
 from holdfast.ondisk.manifest import Manifest, decode_manifest, encode_manifest
+from holdfast.runs import verify as verifying
 from tests.counting import calls
 
 # Clears the screen, sets the title, rings, recolours (also with a C1 byte), goes back, forges a line, turns the text.
@@ -372,6 +374,10 @@ def test_verify_names_the_leaf_and_the_bytes_of_a_flipped_bit(run: Path) -> None
 
 def _truncate(file: Path) -> None:
     os.truncate(file, file.stat().st_size - 1)
+
+
+def test_verify_takes_the_depths_of_the_library() -> None:
+    assert [depth.value for depth in Depth] == list(get_args(verifying.Depth))
 
 
 @pytest.mark.parametrize("depth", ["full", "quick"])

@@ -19,13 +19,12 @@ from types import TracebackType
 from typing import Self
 
 from holdfast.errors import StorageError
-from holdfast.storage.base import Bytes
+from holdfast.storage.base import WRITE_PIECE_BYTES, Bytes
 from holdfast.storage.local.advice import explained
 from holdfast.storage.local.disk import Disk
 
 __all__ = ["FileSink", "Pen"]
 
-PIECE_BYTES = 8 << 20
 # One buffer is being written, one waits, one is being filled: a caller that comes in bursts does not stop the disk.
 _BUFFERS_PER_SINK = 3
 _POOLED_BUFFERS = 4
@@ -340,7 +339,7 @@ def _give_buffer(buffer: memoryview) -> None:
 
 def _new_buffer() -> memoryview:
     # Private, for a forked child must not write into the buffers of its parent.
-    memory = mmap.mmap(-1, PIECE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, WRITE_PIECE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)
     except (AttributeError, OSError):
