@@ -196,7 +196,7 @@ def test_ls_of_a_foreign_folder_says_what_is_there_instead(tmp_path: Path) -> No
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("")
     result = call("ls", tmp_path)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "is no run of Holdfast's; it holds holiday.jpg, latest_checkpointed_iteration.txt" in result.stderr
+    assert "is no run of Holdfast's; the folder holds holiday.jpg, latest_checkpointed_iteration.txt" in result.stderr
 
 
 def test_ls_of_one_checkpoint_names_its_run(run: Path) -> None:

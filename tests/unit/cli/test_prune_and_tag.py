@@ -224,7 +224,7 @@ def test_prune_has_to_be_told_what_to_keep(run: Path) -> None:
     for words in ((), ("--yes",), ("--json", "--yes")):
         result = call("prune", run, *words)
         assert (result.exit_code, result.stdout) == (2, "")
-        assert result.stderr.startswith("error: nothing says what to keep; use --keep-last, --keep-best, ")
+        assert result.stderr.startswith("error: no option says what to keep; use --keep-last, --keep-best, ")
     assert len(steps(run)) == 5
 
 
