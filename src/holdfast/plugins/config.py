@@ -42,17 +42,17 @@ REPLICAS = ("compare", "trust")
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """What a checkpoint manager is built from. Checked when it is made, never changed, and free to be subclassed.
+    """The settings of a checkpoint manager. Checked when it is made, never changed, and free to be subclassed.
 
     manager_class: the class to build, as "package.module.Class"; None takes the built-in one.
     run: the folder or URL of the run.
-    save, keep: policies, or plain data that says the same, such as `{"every_steps": 500}` and `{"last": 3}`; they are
+    save, keep: policies, or the same as plain data, such as `{"every_steps": 500}` and `{"last": 3}`; they are
         policies once the config is made.
     mode, resume, verify, timeout, staging_limit_bytes, rng, links, replicas: as for `CheckpointManager`.
     allowed_packages: the packages that `manager_class` may come from; None allows any. It can narrow what the program
         allows, and cannot widen it.
 
-    A subclass adds fields of its own, and calls `super().__post_init__()` where it has a `__post_init__`.
+    A subclass adds fields, and calls `super().__post_init__()` where it has a `__post_init__`.
     """
 
     manager_class: str | None = None
