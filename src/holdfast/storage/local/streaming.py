@@ -39,7 +39,7 @@ class FileSink:
 
     `path` is for messages. `discard` removes the file when it is given up, after its handle was closed. An error, also
     one of the thread, is raised once, by the `write` or `close` that meets it; from then on the sink is given up, and
-    every further call says so. A sink that is dropped without `close` leaves its file as a crash would.
+    every further call raises. A sink that is dropped without `close` leaves its file as a crash would.
     """
 
     def __init__(self, disk: Disk, file: int, path: str, size_bytes: int, *, discard: Callable[[], None]) -> None:
@@ -103,7 +103,7 @@ class FileSink:
 
     def _require_open(self) -> None:
         if self._state != "open":
-            raise StorageError(f"it takes no bytes any more: it was {self._state} before", file=self._path)
+            raise StorageError(f"the sink takes no more bytes: it was {self._state} before", file=self._path)
 
     def _require_announced_size(self) -> None:
         if self._taken_bytes != self._size_bytes:
@@ -263,7 +263,7 @@ class _Lane:
         return self._buffers_taken == 0
 
     def free_buffer(self) -> memoryview:
-        """A buffer to fill; waits for the disk when all are full."""
+        """Return a buffer to fill; waits for the disk when all are full."""
         if self._buffers_taken == 0:
             self._pen.try_direct()
         if self._buffers_taken < _BUFFERS_PER_SINK:
@@ -312,10 +312,10 @@ class _Lane:
 
 
 def _is_aligned(data: memoryview) -> bool:
-    """Whether these bytes can be written past the page cache from where they lie."""
+    """Return whether these bytes can be written past the page cache from where they lie."""
     if len(data) < _ALIGNMENT_BYTES or data.readonly:
         return False
-    # Imported here: whoever only reads, as the command line does, need not pay for it.
+    # Imported here: a process that only reads, as the command line does, does not need it.
     import ctypes
 
     return ctypes.addressof(ctypes.c_ubyte.from_buffer(data)) % _ALIGNMENT_BYTES == 0
