@@ -162,11 +162,11 @@ def test_ls_still_lists_a_run_with_a_damaged_manifest_and_exits_1(run: Path) -> 
     result = call("ls", run)
     assert result.exit_code == 1
     assert re.search(r"\* +20 +2 ", result.stdout)
-    assert "damaged: step-000000030: it is no manifest" in result.stdout
+    assert "damaged: step-000000030: the content is no manifest" in result.stdout
     code, found = call_json("ls", run)
     assert code == 1
     assert [one["folder"] for one in found["damaged"]] == ["step-000000030"]
-    assert found["damaged"][0]["reason"].startswith("it is no manifest")
+    assert found["damaged"][0]["reason"].startswith("the content is no manifest")
 
 
 def test_ls_does_not_call_a_newer_format_damage(run: Path) -> None:
@@ -297,7 +297,7 @@ def test_show_and_verify_say_which_folders_latest_passed_over(run: Path) -> None
     for command in ("show", "verify"):
         result = call(command, run)
         assert result.exit_code == 0
-        assert "note: step-000000030 is rejected: it is no manifest" in result.stderr
+        assert "note: step-000000030 is rejected: the content is no manifest" in result.stderr
         assert "step-000000020" in result.stdout
 
 

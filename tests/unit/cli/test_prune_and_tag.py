@@ -303,7 +303,7 @@ def test_a_folder_whose_manifest_is_damaged_is_named_and_stays(run: Path) -> Non
     (run / "step-000000010" / "manifest.json").write_text("garbage")
     result = call("prune", run, "--keep-last", 1, "--yes")
     assert result.exit_code == 0
-    assert "note: step-000000010 is rejected: it is no manifest" in result.stderr
+    assert "note: step-000000010 is rejected: the content is no manifest" in result.stderr
     assert sorted(path.name for path in run.glob("step-*")) == ["step-000000010", "step-000000050"]
 
 

@@ -400,7 +400,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_afresh(run: Path
     for step in (1, 2, 3):
         (run / f"step-{step:09d}" / "manifest.json").write_text("garbage")
     with holdfast.CheckpointManager(run, parts()) as manager:
-        with pytest.raises(holdfast.CorruptCheckpointError, match="it is no manifest"):
+        with pytest.raises(holdfast.CorruptCheckpointError, match="the content is no manifest"):
             manager.restore()
 
 
