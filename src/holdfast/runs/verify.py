@@ -23,7 +23,7 @@ from holdfast.storage.blocks import Region, check
 Depth = Literal["full", "quick"]
 _READ_BYTES = 16 << 20
 
-# What says that a file is not what was written. Any other error of the storage says that it cannot be read now.
+# Errors that mean that a file is not what was written. Any other error means that it cannot be read now.
 _DAMAGE = (KeyMissingError, KeyDamagedError)
 
 Found = list[Problem]
@@ -40,7 +40,8 @@ def verify(
     """Check every file: that it is there and has its size, and, at full depth, each of its bytes. A storage that cannot
     be read now is a StorageError: nothing is known of the checkpoint then.
 
-    `on_bytes` is told how many more bytes were checked, from any thread. `threads` is how many there are at most.
+    `on_bytes` is called with the number of further bytes checked, from any thread. `threads` is the most
+    threads to use.
     """
     if depth not in get_args(Depth):
         raise UsageError(f"depth={depth!r}", advice="use 'full' or 'quick'")
@@ -140,7 +141,7 @@ def _check_ranges(file: FileRecord, ranges: list[tuple[str, Region, int, int]], 
 def _check_header(
     file: FileRecord, leaves: list[tuple[TensorRecord, ChunkRecord]], source: Source
 ) -> tuple[Found, int]:
-    """The header must be the one that was written, and say of each tensor what the manifest says."""
+    """Check that the header is the one that was written, and that it agrees with the manifest about each tensor."""
     header = bytearray(file.header_bytes)
     try:
         source.read_into(0, memoryview(header))
