@@ -116,7 +116,7 @@ def _choose(matched: Matched, request: LoadRequest, trees: Mapping[str, Sequence
             "the checkpoint has no such component",
             step=step,
             missing=matched.absent,
-            advice=f"it has {', '.join(sorted(trees))}; LoadStrategy(on_missing='skip') goes on without",
+            advice=f"its components are {', '.join(sorted(trees))}; LoadStrategy(on_missing='skip') continues without",
         )
     return [name for name in chosen if name in trees]
 

@@ -39,7 +39,7 @@ __all__ = ["HOST", "DeviceChecks", "Job", "OnBytes", "run_jobs"]
 
 _MAX_WORKERS = 8
 _BATCH_BYTES = 16 << 20
-# Up to this size one copy out of a slot costs less than a read of its own.
+# Up to this size one copy out of a slot costs less than a separate read.
 _SMALL_BYTES = 64 << 10
 # A gap up to this size between two jobs is read, too: that costs less than to begin another read.
 _GAP_BYTES = 64 << 10
