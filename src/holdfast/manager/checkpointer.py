@@ -53,10 +53,10 @@ class AsyncCheckpointer:
     run, mode, process_group, storage, timeout, staging_limit_bytes, on_event: as for `CheckpointManager`. Every rank
     calls the same methods in the same order. DTensors are saved as the one tensor that they are parts of; of plain
     tensors and values that several ranks have, the first one's count, and what only some ranks have is stored, too, as
-    in PyTorch's own checkpoints. A name on several meshes is an error, unless `replicas="trust"` says that they hold
+    in PyTorch's own checkpoints. A name on several meshes is an error, unless `replicas="trust"` declares them
     replicas.
 
-    In the pinned modes nothing says which optimizer changes a tensor of a plain state dict, so everything is copied in
+    In the pinned modes it is unknown which optimizer changes a tensor of a plain state dict, so everything is copied in
     the order of the training's own stream, by way of clones where the device has room for them.
     """
 
@@ -138,7 +138,7 @@ class AsyncCheckpointer:
 
     @property
     def is_pending(self) -> bool:
-        """Whether a save is under way."""
+        """Return whether a save is under way."""
         return self._saver.is_pending
 
     def poll(self) -> None:
@@ -206,7 +206,7 @@ class _Plain:
 
 
 class _Layout(msgspec.Struct, frozen=True, array_like=True):
-    """Where the keys of a state dict are stored. A dict is a component of its own; the front of a dotted key is one;
+    """Where the keys of a state dict are stored. A dict is a component; the front of a dotted key is one;
     every other key goes into one more, `loose`, which is "" where no other key is."""
 
     own: tuple[str, ...]

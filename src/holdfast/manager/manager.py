@@ -52,7 +52,7 @@ class CheckpointManager:
 
     run: the folder or URL that holds the run's checkpoints.
     state: the components by name: models, optimizers, schedulers, loaders, anything with `state_dict` and
-        `load_state_dict`. `PerRank`, `Shared`, `Sharded` and `Trainable` say more about one.
+        `load_state_dict`. `PerRank`, `Shared`, `Sharded` and `Trainable` declare how one is stored.
     save: when `step` saves: `Every`, `At`, `OnLastStep`, `OnSignal`, `TimeLimit`, combined with `|`. None never does.
     keep: what stays: `KeepLast`, `KeepBest`, `KeepEvery`, `KeepTagged`, `KeepAll`, combined with `|`. None keeps all.
     mode: when `save` returns. "sync": when the checkpoint is committed. "async": when the state is copied to memory of
@@ -152,8 +152,8 @@ class CheckpointManager:
 
     @property
     def should_stop(self) -> bool:
-        """Whether a signal or a time limit asks to stop, as the last `step` or `should_save` found it; the same on all
-        ranks. For loops that do not go by what `step` returns."""
+        """Return whether a signal or a time limit asks to stop, as of the last `step` or `should_save`; the same on
+        all ranks. For loops that do not use the result of `step`."""
         return self._run.pace.should_stop
 
     def step(
@@ -292,12 +292,12 @@ class CheckpointManager:
 
     @property
     def is_pending(self) -> bool:
-        """Whether a save is under way."""
+        """Return whether a save is under way."""
         return self._run.saver.is_pending
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """What happened on this rank, the latest last: the most recent 256 events."""
+        """Return what happened on this rank, the latest last: the most recent 256 events."""
         return tuple(self._run.saver.events.recent)
 
     def poll(self) -> None:
