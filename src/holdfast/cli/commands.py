@@ -41,7 +41,7 @@ app.command("doctor")(as_command(doctor.doctor))
 
 
 def main() -> None:
-    """The entry point of the `holdfast` script."""
+    """Run the `holdfast` script."""
     forgive_encoding()
     app(prog_name="holdfast")
 

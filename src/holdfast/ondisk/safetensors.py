@@ -83,7 +83,7 @@ def encode_header(
 
 
 def _notes(chunks: Sequence[FramedChunk]) -> dict[str, str]:
-    """The note that lets PyTorch's own reader put shards together. It wants every key of the file in it."""
+    """Return the note that lets PyTorch's own reader put shards together. It wants every key of the file in it."""
     offsets = {chunk.leaf: {"saved_offsets": chunk.kind.stored_offsets(chunk.box.offsets)} for chunk in chunks}
     return {
         "format": "pt",
@@ -100,7 +100,7 @@ def _padded(text: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class HeaderEntry:
-    """What a header says of one tensor: the stored type and shape, and its bytes' absolute place."""
+    """One tensor in a header: the stored type and shape, and the absolute offsets of its bytes."""
 
     code: str
     shape: tuple[int, ...]
@@ -118,7 +118,7 @@ class _RawEntry(msgspec.Struct, frozen=True):
 
 
 def header_length(first_bytes: bytes, file_bytes: int) -> int:
-    """The whole header's length, its own eight bytes counted in, checked against the file before anything is read."""
+    """Return the length of the whole header, with its first eight bytes, checked against the size of the file."""
     if len(first_bytes) != 8:
         raise CorruptCheckpointError("the file is too short for a safetensors header")
     length = 8 + int(struct.unpack("<Q", first_bytes)[0])
@@ -128,7 +128,7 @@ def header_length(first_bytes: bytes, file_bytes: int) -> int:
 
 
 def parse_header(header: bytes, file_bytes: int) -> dict[str, HeaderEntry]:
-    """Every tensor that a header lists. A header that lies about sizes or places is refused."""
+    """Return every tensor that a header lists. A header with wrong sizes or offsets is refused."""
     try:
         raw = from_json(header[8:], dict[str, msgspec.Raw])
         raw.pop("__metadata__", None)

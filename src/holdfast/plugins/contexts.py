@@ -1,4 +1,4 @@
-"""What a framework tells an injected manager: one value per call, checked when it is made, never changed."""
+"""The arguments of a checkpoint manager's methods: one value per call, checked when it is made, never changed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class LoadContext:
     state: the components by name; None stands for those that the manager was built with.
     selector: which checkpoint: `latest`, `best:val_loss`, `500`, a tag.
     source: another run or the path of a checkpoint; None is the manager's own run.
-    strategy: a `LoadStrategy` of one's own, within what the purpose allows, or plain data that makes one, such as
+    strategy: a `LoadStrategy`, within what the purpose allows, or plain data that makes one, such as
         `{"rename": {"old.*": "new.*"}, "cast": True}`. guards: as for `CheckpointManager.restore`.
     """
 
@@ -85,7 +85,7 @@ class LoadContext:
 
     @property
     def is_explicit(self) -> bool:
-        """Whether anything but the latest of the manager's own run was asked for."""
+        """Return whether anything but the latest of the manager's own run was asked for."""
         return self.source is not None or parse_selector(self.selector).kind != "latest"
 
     @property
@@ -133,12 +133,12 @@ class LoadContext:
         object.__setattr__(self, "strategy", strategy)
         if strategy.progress and self.purpose != "resume":
             raise UsageError(
-                f"purpose='{self.purpose}' starts at step 0, and the strategy says progress=True",
+                f"purpose='{self.purpose}' starts at step 0, and the strategy has progress=True",
                 advice="use LoadStrategy(progress=False, ...), or purpose='resume'",
             )
         if not strategy.progress and self.purpose == "resume":
             raise UsageError(
-                "purpose='resume' goes on at the saved step, and the strategy says progress=False",
+                "purpose='resume' continues at the saved step, and the strategy has progress=False",
                 advice="use another purpose, such as 'warm_start'",
             )
         if self.purpose in ("adapter", "inference") and OPTIMIZERS in (strategy.only or ()):

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy
@@ -23,7 +23,9 @@ from holdfast._version import __version__
 from holdfast.cli import app
 from holdfast.cli.output import size_text, visible
 from holdfast.cli.show import outline
+from holdfast.cli.verify import Depth
 from holdfast.ondisk.manifest import Manifest, decode_manifest, encode_manifest
+from holdfast.runs import verify as verifying
 from tests.counting import calls
 
 # Clears the screen, sets the title, rings, recolours (also with a C1 byte), goes back, forges a line, turns the text.
@@ -160,11 +162,11 @@ def test_ls_still_lists_a_run_with_a_damaged_manifest_and_exits_1(run: Path) -> 
     result = call("ls", run)
     assert result.exit_code == 1
     assert re.search(r"\* +20 +2 ", result.stdout)
-    assert "damaged: step-000000030: it is no manifest" in result.stdout
+    assert "damaged: step-000000030: the content is no manifest" in result.stdout
     code, found = call_json("ls", run)
     assert code == 1
     assert [one["folder"] for one in found["damaged"]] == ["step-000000030"]
-    assert found["damaged"][0]["reason"].startswith("it is no manifest")
+    assert found["damaged"][0]["reason"].startswith("the content is no manifest")
 
 
 def test_ls_does_not_call_a_newer_format_damage(run: Path) -> None:
@@ -194,7 +196,7 @@ def test_ls_of_a_foreign_folder_says_what_is_there_instead(tmp_path: Path) -> No
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("")
     result = call("ls", tmp_path)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "is no run of Holdfast's; it holds holiday.jpg, latest_checkpointed_iteration.txt" in result.stderr
+    assert "is no run of Holdfast's; the folder holds holiday.jpg, latest_checkpointed_iteration.txt" in result.stderr
 
 
 def test_ls_of_one_checkpoint_names_its_run(run: Path) -> None:
@@ -295,7 +297,7 @@ def test_show_and_verify_say_which_folders_latest_passed_over(run: Path) -> None
     for command in ("show", "verify"):
         result = call(command, run)
         assert result.exit_code == 0
-        assert "note: step-000000030 is rejected: it is no manifest" in result.stderr
+        assert "note: step-000000030 is rejected: the content is no manifest" in result.stderr
         assert "step-000000020" in result.stdout
 
 
@@ -372,6 +374,10 @@ def test_verify_names_the_leaf_and_the_bytes_of_a_flipped_bit(run: Path) -> None
 
 def _truncate(file: Path) -> None:
     os.truncate(file, file.stat().st_size - 1)
+
+
+def test_verify_takes_the_depths_of_the_library() -> None:
+    assert [depth.value for depth in Depth] == list(get_args(verifying.Depth))
 
 
 @pytest.mark.parametrize("depth", ["full", "quick"])

@@ -224,7 +224,7 @@ def test_prune_has_to_be_told_what_to_keep(run: Path) -> None:
     for words in ((), ("--yes",), ("--json", "--yes")):
         result = call("prune", run, *words)
         assert (result.exit_code, result.stdout) == (2, "")
-        assert result.stderr.startswith("error: nothing says what to keep; use --keep-last, --keep-best, ")
+        assert result.stderr.startswith("error: no option says what to keep; use --keep-last, --keep-best, ")
     assert len(steps(run)) == 5
 
 
@@ -303,7 +303,7 @@ def test_a_folder_whose_manifest_is_damaged_is_named_and_stays(run: Path) -> Non
     (run / "step-000000010" / "manifest.json").write_text("garbage")
     result = call("prune", run, "--keep-last", 1, "--yes")
     assert result.exit_code == 0
-    assert "note: step-000000010 is rejected: it is no manifest" in result.stderr
+    assert "note: step-000000010 is rejected: the content is no manifest" in result.stderr
     assert sorted(path.name for path in run.glob("step-*")) == ["step-000000010", "step-000000050"]
 
 

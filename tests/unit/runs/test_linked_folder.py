@@ -64,7 +64,7 @@ def test_a_restore_that_falls_back_says_which_link_it_passed_over(
         assert text.startswith("step-000000003: ")
         assert f"symbolic link to {moved}, which is not followed" in text
         assert "move the folder back into the run" in text
-        assert f"passed over {text}" in caplog.messages
+        assert f"rejected {text}" in caplog.messages
         # The step is saved again under the next name, as often as it is asked for.
         assert manager.save(3).wait().folder == "step-000000003.2"
         assert manager.save(4).wait().folder == "step-000000004"

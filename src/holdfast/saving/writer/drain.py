@@ -20,9 +20,8 @@ from holdfast.saving.messages import Receipt
 from holdfast.saving.staging.arena import Arena
 from holdfast.saving.staging.budget import own_processors
 from holdfast.saving.writer.messages import Image, PlainImage
-from holdfast.storage.base import Sink, Storage
+from holdfast.storage.base import WRITE_PIECE_BYTES, Sink, Storage
 
-PIECE_BYTES = 8 << 20
 _PAUSE_SECONDS = 0.001
 _PATIENCE_SECONDS = 0.25
 _PATIENT_BYTES = 256 << 20
@@ -82,8 +81,8 @@ def _be_patient(arena: Arena, end: int, check_source: Callable[[], None]) -> Non
 
 
 def _write_image(image: Image, arena: Arena, sink: Sink, check_source: Callable[[], None]) -> None:
-    for start in range(image.start, image.end, PIECE_BYTES):
-        end = min(start + PIECE_BYTES, image.end)
+    for start in range(image.start, image.end, WRITE_PIECE_BYTES):
+        end = min(start + WRITE_PIECE_BYTES, image.end)
         while arena.staged < end:
             check_source()
             time.sleep(_PAUSE_SECONDS)
