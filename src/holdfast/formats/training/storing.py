@@ -109,7 +109,7 @@ class _Collector:
             self._add(leaf, entry.dtype, entry.shape, partial(_pieces_of_entry, self._source, entry))
         else:
             # An array that the codec stores as a tensor: its bytes are in memory.
-            self._add(leaf, dtype_name(tensor), tuple(tensor.shape), partial(host_pieces, tensor, _PIECE_BYTES))
+            self._add(leaf, dtype_name(tensor), tuple(tensor.shape), partial(host_pieces, tensor))
         return path
 
     def _add(self, leaf: str, dtype: str, shape: tuple[int, ...], pieces: Callable[[], Iterator[memoryview]]) -> None:
