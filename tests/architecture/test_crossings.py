@@ -1,4 +1,4 @@
-"""A save and a restore stay in few places and agree few times: docs/architecture.md quotes the figures, these tests count."""
+"""A save and a restore stay in few places and agree few times, as docs/architecture.md quotes it."""
 
 from __future__ import annotations
 

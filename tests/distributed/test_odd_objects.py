@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 from holdfast.state.names import unwrap
-from tests.distributed.scenes import Play, bits, caught, run_scenes, the_same_error, trees
 from tests.behaviour.test_odd_modules import Metric, renamed, tower
 from tests.behaviour.test_odd_optimizers import Lookahead
 from tests.behaviour.test_subclasses import Optimizer8, Registered, Scaled, model_with
+from tests.distributed.scenes import Play, bits, caught, run_scenes, the_same_error, trees
 
 TIMEOUT_SECONDS = 60.0
 
