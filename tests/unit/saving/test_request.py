@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+
+from holdfast.manager.manager import CheckpointManager
 from holdfast.ondisk.manifest import Body, UserMetadata
 from holdfast.saving.request import COMPARED_ARGUMENTS, argument_digests
 
@@ -10,8 +13,13 @@ def test_the_manifest_has_every_field_of_the_metadata() -> None:
     assert set(UserMetadata.__struct_fields__) <= set(Body.__struct_fields__)
 
 
-def test_every_compared_argument_is_a_field_of_the_metadata() -> None:
-    assert set(COMPARED_ARGUMENTS.values()) <= set(UserMetadata.__struct_fields__)
+def test_every_field_of_the_metadata_that_a_save_is_given_is_compared() -> None:
+    given_to_the_manager = {"config", "ranking"}
+    assert set(COMPARED_ARGUMENTS.values()) == set(UserMetadata.__struct_fields__) - given_to_the_manager
+
+
+def test_what_is_compared_has_the_name_of_its_argument() -> None:
+    assert COMPARED_ARGUMENTS.keys() <= inspect.signature(CheckpointManager.save).parameters.keys()
 
 
 def test_an_argument_that_was_not_given_has_no_digest() -> None:
