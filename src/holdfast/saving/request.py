@@ -50,6 +50,6 @@ def argument_digests(metadata: UserMetadata) -> tuple[str, ...]:
 def _digest(name: str, value: Any) -> str:
     if name == "metrics":
         value = sorted(value)
-    if value is None or value in ((), [], {}):
+    if value is None or value in ((), [], {}, ""):
         return ""
     return blake3(msgspec.json.encode(value, order="sorted")).hexdigest(length=8)

@@ -30,7 +30,7 @@ def test_a_save_context_hands_over_what_it_was_given() -> None:
         "epoch": 3,
         "resave": True,
     }
-    assert SaveContext(step=1, **given).arguments == given
+    assert SaveContext(step=1, **given).arguments.items() >= given.items()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,10 @@ from holdfast.ondisk.manifest import Body, UserMetadata
 from holdfast.saving.request import COMPARED_ARGUMENTS, argument_digests
 
 
+def digests(metadata: UserMetadata) -> dict[str, str]:
+    return dict(zip(COMPARED_ARGUMENTS, argument_digests(metadata), strict=True))
+
+
 def test_the_manifest_has_every_field_of_the_metadata() -> None:
     assert set(UserMetadata.__struct_fields__) <= set(Body.__struct_fields__)
 
@@ -24,10 +28,11 @@ def test_what_is_compared_has_the_name_of_its_argument() -> None:
 
 def test_an_argument_that_was_not_given_has_no_digest() -> None:
     assert set(argument_digests(UserMetadata())) == {""}
-    assert argument_digests(UserMetadata(epoch=0))[-1], "epoch 0 was given"
+    assert digests(UserMetadata(epoch=0))["epoch"], "epoch 0 was given"
 
 
 def test_of_metrics_the_names_are_compared_and_of_the_others_the_values() -> None:
-    one = argument_digests(UserMetadata(metrics={"loss": 1.0}, progress={"seen": 1}))
-    other = argument_digests(UserMetadata(metrics={"loss": 2.0}, progress={"seen": 2}))
-    assert [left == right for left, right in zip(one, other, strict=True)] == [True, False, True, True, True, True]
+    one = digests(UserMetadata(metrics={"loss": 1.0}, progress={"seen": 1}))
+    other = digests(UserMetadata(metrics={"loss": 2.0}, progress={"seen": 2}))
+    assert [name for name in one if one[name] != other[name]] == ["progress"]
+    assert one["metrics"] != digests(UserMetadata(metrics={"accuracy": 1.0}))["metrics"]
