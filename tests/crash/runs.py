@@ -90,7 +90,7 @@ def run(storage: Storage, n: int) -> Witness:
     return witness
 
 
-_PATIENCE_SECONDS = 60.0
+_PATIENCE_SECONDS = 300.0
 
 
 def run_behind(storages: Sequence[Storage], *, dead: Callable[[], bool] = lambda: False) -> Witness:

@@ -22,7 +22,7 @@ from tests.behaviour.test_odd_optimizers import Lookahead
 from tests.behaviour.test_subclasses import Optimizer8, Registered, Scaled, model_with
 from tests.distributed.scenes import Play, bits, caught, run_scenes, the_same_error, trees
 
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 200.0
 
 
 def manager_of(run: Path, state: dict[str, Any], mode: Any = "sync") -> holdfast.CheckpointManager:

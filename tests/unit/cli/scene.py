@@ -36,7 +36,7 @@ def call_json(*words: object) -> tuple[int, Any]:
 
 def process(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "holdfast", *(str(word) for word in words)]
-    return subprocess.run(command, text=True, timeout=60, **{"capture_output": True, "env": ENVIRONMENT, **options})
+    return subprocess.run(command, text=True, timeout=300, **{"capture_output": True, "env": ENVIRONMENT, **options})
 
 
 def rewrite(place: Path, **changes: Any) -> None:
@@ -94,7 +94,7 @@ def training(run: Path) -> Iterator[subprocess.Popen[str]]:
         try:
             yield process
         finally:
-            process.communicate("\n", timeout=60)
+            process.communicate("\n", timeout=300)
     assert process.returncode == 0
 
 

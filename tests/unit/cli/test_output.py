@@ -97,6 +97,6 @@ def test_a_closed_pipe_is_quiet_and_is_not_damage(run: Path, words: tuple[str, .
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "holdfast", words[0], str(run), *words[1:]]
-    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, timeout=60)
+    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, timeout=300)
     os.close(writing)
     assert (ended.returncode, ended.stderr) == (141, "")

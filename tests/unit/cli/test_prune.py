@@ -36,7 +36,7 @@ def committed(run: Path) -> dict[str, bytes]:
 def attempt(run: Path, step: int, size_bytes: int) -> Path:
     """An attempt whose writer has died: it is no process that there is."""
     with subprocess.Popen([sys.executable, "-c", _ATTEMPT, str(run), str(step)], stdout=subprocess.PIPE) as died:
-        died.communicate(timeout=60)
+        died.communicate(timeout=300)
     folder = run / f"step-{step:09d}"
     (folder / "rank-00000.safetensors").write_bytes(b"x" * size_bytes)
     return folder

@@ -28,7 +28,7 @@ def ask(variables: dict[str, str], question: str = "ranks_here()") -> int:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=300,
     )
     return int(done.stdout)
 

@@ -81,7 +81,7 @@ class Noting:
     def __call__(self, data: memoryview) -> str:
         if threading.get_ident() not in {self._here, *self.seen}:
             self.seen.add(threading.get_ident())
-            self._all_at_work.wait(60)
+            self._all_at_work.wait(300)
         return digest_of(data)
 
 
