@@ -27,6 +27,11 @@ ELSEWHERE = {
     "loading/restore": "tests/behaviour/test_strictness.py tests/behaviour/test_values_before_tensors.py",
     "manager/functions": "tests/unit/manager/test_arguments.py tests/behaviour/test_life_in_one_process.py",
     "plugins/class_loading": "tests/unit/plugins/test_protocol.py",
+    # The two sides of an agreement, tested together.
+    "ranks/broadcast": "tests/unit/ranks/test_store.py tests/unit/manager/test_schedule.py",
+    "ranks/follower": "tests/unit/ranks/test_store.py",
+    "ranks/leader": "tests/unit/ranks/test_store.py",
+    "ranks/messages": "tests/unit/ranks/test_store.py",
     "runs/checkpoint": "tests/unit/manager/test_manager.py tests/behaviour/test_odd_manifests.py",
     "runs/claims": "tests/unit/runs/test_lease.py",
     "runs/composing": "tests/unit/manager/test_triggers.py tests/unit/runs/test_retention_policies.py",
@@ -50,6 +55,7 @@ ELSEWHERE = {
     "saving/writer/launch": "tests/unit/saving/writer/test_client.py",
     "saving/writer/process": "tests/unit/saving/writer/test_client.py tests/distributed/test_life_under_torchrun.py",
     # What live objects are, found out by saving and restoring them.
+    "state/devices/cuda_digest": "tests/unit/loading/test_gpu_digest.py tests/gpu/test_digesting_gpu.py",
     "state/frozen": "tests/behaviour/test_odd_modules.py tests/behaviour/test_subclasses.py",
     "state/modules": "tests/behaviour/test_odd_modules.py",
     "state/optimizers": "tests/behaviour/test_odd_optimizers.py tests/behaviour/test_strictness.py",
@@ -59,11 +65,13 @@ ELSEWHERE = {
     "storage/local/advice": "tests/unit/storage/local/test_local.py",
     "storage/local/disk": "tests/unit/storage/local/test_local.py",
     "storage/local/folders": "tests/unit/storage/local/test_local.py",
+    "storage/local/page_cache": "tests/unit/storage/local/test_bypass.py",
     "storage/local/publish": "tests/unit/storage/local/test_local.py",
     "storage/local/source": "tests/unit/storage/local/test_local.py",
     # What is shipped to users for their tests, used as they use it.
     "testing/exact_resume": "tests/distributed/test_assert_exact_resume.py",
     "testing/hostile": "tests/security/test_hostile_checkpoints.py",
+    "testing/power_model": "tests/unit/testing/test_power.py",
     "testing/processes": "tests/distributed/test_run_ranks.py",
     "testing/simulation": "tests/unit/ranks/test_store.py",
 }
