@@ -40,7 +40,7 @@ unit: $(READY) images
 # Half of their time is waiting, so there are more workers than processors.
 fast: WORKERS = 4
 fast: $(READY)
-	$(PYTEST) -m 'not slow' tests/unit
+	$(PYTEST) -m 'not slow' tests/unit tests/behaviour tests/architecture
 
 # The power cuts under real file systems need these two of Debian. Without them, or without root, they are skipped.
 images:

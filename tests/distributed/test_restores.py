@@ -11,8 +11,9 @@ import torch
 
 import holdfast
 from holdfast import LoadStrategy
-from holdfast.testing import run_ranks, values
+from holdfast.testing import values
 from tests.distributed.scenes import Play, run_scenes
+from tests.ranks import run_ranks
 
 
 def opened(run: Path, state: dict[str, Any], **options: Any) -> holdfast.CheckpointManager:

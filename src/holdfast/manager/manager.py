@@ -176,7 +176,7 @@ class CheckpointManager:
         self._lifetime.require_open()
         step = check_step(step)
         wish = self._run.pace.ask(step, check_epoch(epoch))
-        given = SaveArguments(metrics, progress, extra, guards, epoch=epoch)
+        given = SaveArguments(metrics=metrics, progress=progress, extra=extra, guards=guards, epoch=epoch)
         if wish.stop and self._run.pace.must_save_to_stop:
             self._saves.save_and_stop(step, wish.reasons, given)
             return True
@@ -209,7 +209,10 @@ class CheckpointManager:
         it, the last that was named.
         """
         self._lifetime.require_open()
-        handle = self._saves.save(step, SaveArguments(metrics, progress, extra, guards, tag, epoch, resave))
+        given = SaveArguments(
+            metrics=metrics, progress=progress, extra=extra, guards=guards, tag=tag, epoch=epoch, resave=resave
+        )
+        handle = self._saves.save(step, given)
         if wait:
             handle.wait()
         return handle

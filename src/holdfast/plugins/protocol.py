@@ -139,16 +139,7 @@ class HoldfastManager:
     def save(self, context: SaveContext) -> SaveHandle:
         """Save the manager's components. The context's `state`, when there is one, must be them."""
         self._check_own(context.state)
-        return self.manager.save(
-            context.step,
-            metrics=context.metrics,
-            progress=context.progress,
-            extra=context.extra,
-            guards=context.guards,
-            tag=context.tag,
-            epoch=context.epoch,
-            wait=context.wait,
-        )
+        return self.manager.save(context.step, wait=context.wait, **context.arguments)
 
     def should_save(self, context: SaveContext) -> bool:
         """Return whether the config's `save` asks for a save at this step."""

@@ -106,7 +106,7 @@ def value_at(run: Any, selector: str | int = "latest") -> float:
     return weights.value
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> None:
+def wait_for(condition: Callable[[], Any], seconds: float = 300.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come to be"
@@ -965,7 +965,7 @@ def test_what_is_said_while_others_are_being_removed_counts(tmp_path: Path, how:
     with opened(tmp_path, storage=storage, keep=KeepLast(1) | KeepBest("loss", 1)) as manager:
         manager.restore()
         manager.save(4, metrics={"loss": 5.0})
-        assert storage.halted.wait(60)
+        assert storage.halted.wait(300)
         if how == "tag":
             manager.tag(2, "precious")
         else:

@@ -1,98 +1,30 @@
-"""`holdfast unlock` and `holdfast doctor`, in processes of their own, on runs with real and with foreign records."""
+"""`holdfast doctor`, in processes of its own, on runs with real and with foreign records."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import subprocess
-import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from msgspec import structs
 
 import holdfast
 from holdfast.ondisk.decoding import encode_record
 from holdfast.ondisk.manifest import encode_abandoned, is_abandoned
-from holdfast.runs.catalog import Catalog
 from holdfast.runs.claims import Claim
 from holdfast.runs.lease import Lease
 from holdfast.runs.process_identity import this_process
 from holdfast.storage.local.local import LocalStorage
-
-
-def command(*words: object, code: int = 0) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "holdfast", *map(str, words)], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout or done.stderr
-
-
-def save(run: Path, *steps: int) -> None:
-    for step in steps:
-        with holdfast.CheckpointManager(run, {"model": torch.nn.Linear(2, 2)}) as manager:
-            manager.save(step)
-
-
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("pristine") / "run"
-    save(run, 1, 2)
-    return run
+from tests.unit.cli.scene import command, save_steps
 
 
 @pytest.fixture
-def run(pristine: Path, tmp_path: Path) -> Path:
-    shutil.copytree(pristine, tmp_path / "run", symlinks=True)
-    return tmp_path / "run"
-
-
-# unlock
-
-
-def test_a_run_that_nobody_holds_is_free_already(run: Path) -> None:
-    assert "was free already" in command("unlock", run)
-    assert json.loads(command("unlock", run, "--json"))["was_held_by"] is None
-
-
-def test_a_run_whose_holder_is_gone_is_free_afterwards(run: Path) -> None:
-    here = this_process()
-    gone = structs.replace(here, process=2**31 - 1)
-    Lease.acquire(LocalStorage(run), identity=gone)
-    said = json.loads(command("unlock", run, "--json"))
-    assert said == {"run": str(run), "free": True, "was_held_by": f"process {2**31 - 1} on {here.host}"}
-    assert "was free already" in command("unlock", run)
-
-
-def test_a_run_whose_holder_lives_is_refused_and_taken_only_by_force(run: Path) -> None:
-    lease = Lease.acquire(LocalStorage(run))
-    refused = command("unlock", run, code=2)
-    assert f"process {os.getpid()} on" in refused
-    lease.require()
-    assert f"process {os.getpid()} on" in command("unlock", run, "--force")
-    with pytest.raises(holdfast.RunInUseError):
-        lease.require()
-
-
-def test_an_attempt_that_was_open_when_a_run_was_taken_by_force_is_never_committed(run: Path) -> None:
-    lease = Lease.acquire(LocalStorage(run))
-    folder, _ = Catalog(LocalStorage(run)).attempts.claim(9, 1, lease=lease.number)
-    command("unlock", run, "--force")
-    assert folder in Catalog(LocalStorage(run)).scan().closed
-
-
-def test_what_is_no_run_and_one_checkpoint_are_refused(run: Path, tmp_path: Path) -> None:
-    assert "there is no run" in command("unlock", tmp_path / "nothing", code=2)
-    assert "names one checkpoint" in command("unlock", run / "step-000000001", code=2)
-    assert "is not there" in command("doctor", tmp_path / "nothing", code=2)
-
-
-# doctor
+def run(run_of_two: Path) -> Path:
+    return run_of_two
 
 
 def findings(run: Path, *options: str, code: int = 0) -> dict[str, Any]:
@@ -157,21 +89,21 @@ def test_what_is_safe_to_mend_is_mended_and_no_checkpoint_is_touched(run: Path) 
     assert json.loads((run / "run.json").read_bytes())["run_id"] == holdfast.resolve(run).head.run_id
     (run / "notes" / "step-000000002--000001.json").unlink()
     assert "2 findings, 0 of them damage" in command("doctor", run)
-    save(run, 4)
+    save_steps(run, 4)
 
 
 def test_a_run_whose_record_states_a_newer_format_than_its_checkpoints_is_mended(run: Path) -> None:
     (run / "run.json").write_text('{"holdfast_format":3,"run_id":"x","created":"y"}')
     with pytest.raises(holdfast.UnsupportedFormatError, match="holdfast doctor RUN --fix"):
-        save(run, 3)
+        save_steps(run, 3)
     assert findings(run, "--fix")["run.json"]["mended"]
-    save(run, 3)
+    save_steps(run, 3)
 
 
 def test_the_highest_number_of_all_is_removed(run: Path) -> None:
     (run / "lease" / f"{'9' * 15}.json").write_bytes(encode_record(Claim.of(this_process(), 60.0)))
     assert findings(run, "--fix")[f"lease/{'9' * 15}.json"]["mended"]
-    save(run, 3)
+    save_steps(run, 3)
 
 
 def test_a_run_that_is_being_trained_is_examined_and_not_mended(run: Path) -> None:

@@ -19,7 +19,7 @@ from holdfast.errors import StorageError
 from holdfast.testing import MemoryStorage
 
 MODES = ("sync", "async")
-_PATIENCE_SECONDS = 60.0
+_PATIENCE_SECONDS = 300.0
 
 
 class Weights(torch.nn.Module):
