@@ -278,6 +278,8 @@ def test_a_target_that_exists_is_never_overwritten(run: Path, tmp_path: Path, ma
     with pytest.raises(KeyExistsError, match="overwritten") as caught:
         export(run, target, format="safetensors")
     assert isinstance(caught.value, FileExistsError)
+    with pytest.raises(KeyExistsError):
+        export(run / "nothing", target, format="safetensors")
     assert os.lstat(target) == before
     assert others(tmp_path) == ["out.safetensors"]
 
@@ -450,11 +452,13 @@ def test_the_memory_of_an_export_does_not_grow_with_the_tensors(tmp_path: Path, 
     run = saved(tmp_path / "large", {"model": {"weight": torch.ones(160 << 20)}})
     done = run_script(
         f"""
-        import resource
+        from pathlib import Path
         from holdfast.formats.export import export
 
         def peak():
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+            # Not ru_maxrss, in which a new process has the peak of the one that started it.
+            lines = Path("/proc/self/status").read_text().splitlines()
+            return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
 
         export(sys.argv[1], sys.argv[3] + "/small.safetensors", format="safetensors", dtype={dtype})
         before = peak()
@@ -466,7 +470,7 @@ def test_the_memory_of_an_export_does_not_grow_with_the_tensors(tmp_path: Path, 
         tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < limit
+    assert 0 < int(done.stdout) < limit
 
 
 # Reading ahead
@@ -500,7 +504,9 @@ def test_small_tensors_are_read_together_also_when_further_names_are_left_out(
     run: Path, with_further_names: bool
 ) -> None:
     with Counted.resolve(run) as source:
-        items = [item for item in items_of(source) if item.size_bytes]
+        # The further name is in the middle: what follows it must still come from the thread.
+        items = sorted((item for item in items_of(source) if item.size_bytes), key=lambda item: item.name)
+        items.sort(key=lambda item: ["embedding.weight", "head.weight"].count(item.name), reverse=True)
         with ReadAhead(source, items) as ahead:
             for item in items:
                 if with_further_names or item.name != "head.weight":
