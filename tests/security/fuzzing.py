@@ -133,9 +133,9 @@ def _changed_inside(kind: str, data: bytes, draw: random.Random) -> bytes:
     if kind == "manifest":
         return _signed(_changed(data, draw))
     if kind == "nemo_compressed":
-        return gzip.compress(_with_checksums(_changed(gzip.decompress(data), draw)), 1, mtime=0)
+        return gzip.compress(_changed_tar(gzip.decompress(data), draw), 1, mtime=0)
     if kind.startswith("nemo"):
-        return _with_checksums(_changed(data, draw))
+        return _changed_tar(data, draw)
     if kind == "torch":
         return _with_pickle(data, draw)
     return _changed(data, draw)
@@ -146,6 +146,18 @@ def _changed(data: bytes, draw: random.Random) -> bytes:
     for _ in range(draw.choice((1, 1, 1, 2, 4))):
         changed = _changed_once(changed, draw)
     return bytes(changed)
+
+
+def _changed_tar(data: bytes, draw: random.Random) -> bytes:
+    """Return a tar with other headers and the right checksums of them, or with one member changed."""
+    if draw.random() < 0.5:
+        return _with_checksums(_changed(data, draw))
+    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+        content = {info.name: archive.extractfile(info).read() for info in archive}  # type: ignore[union-attr]
+    name = draw.choice(list(content))
+    stream = io.BytesIO()
+    _pack(stream, {**content, name: _changed(content[name], draw)}, "w:")
+    return stream.getvalue()
 
 
 def _with_pickle(data: bytes, draw: random.Random) -> bytes:
@@ -161,6 +173,9 @@ def _with_pickle(data: bytes, draw: random.Random) -> bytes:
 def _changed_once(data: bytearray, draw: random.Random) -> bytearray:
     """Return the data with one change: a bit, a byte, a number, a cut, a copy of a part, a word."""
     at = draw.randrange(len(data) + 1)
+    # Rather where something stands: much of a tar and of a zip file is padding.
+    while at < len(data) and not data[at] and draw.random() < 0.95:
+        at = draw.randrange(len(data) + 1)
     length = draw.choice((1, 2, 4, 8, 16, 64, 512))
     kind = draw.randrange(8)
     if kind == 0 and at < len(data):
@@ -258,12 +273,15 @@ def make_seeds(folder: Path) -> None:
     _pack(place("nemo_compressed", "m"), {**config, "model_weights.ckpt": weights.getvalue()}, "w:gz")
 
 
-def _pack(path: Path, content: dict[str, bytes], mode: str) -> None:
-    with tarfile.open(path, mode) as archive:
+def _pack(target: Path | io.BytesIO, content: dict[str, bytes], mode: str) -> None:
+    stream = target.open("wb") if isinstance(target, Path) else target
+    with tarfile.open(fileobj=stream, mode=mode) as archive:
         for name, data in content.items():
-            info = tarfile.TarInfo(f"./{name}")
+            info = tarfile.TarInfo(f"./{name.removeprefix('./')}")
             info.size, info.mtime = len(data), 1.5
             archive.addfile(info, io.BytesIO(data))
+    if isinstance(target, Path):
+        stream.close()
 
 
 if __name__ == "__main__":
