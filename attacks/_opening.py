@@ -6,7 +6,7 @@ from os import PathLike
 
 from holdfast.errors import HoldfastError
 from holdfast.formats.registry import open_source
-from holdfast.formats.selection import find_weights
+from holdfast.formats.weights.selection import find_weights
 
 __all__ = ["error_of_opening"]
 

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import holdfast
-from holdfast.formats.export import export
+from holdfast.formats.exporting.export import export
 from holdfast.testing import run_ranks, values
 from measure import arguments, at_least, bars_table, median, ratio, show, span, under, write_results
 from states import GPT, SMALL_GPT

@@ -20,10 +20,10 @@ from nemo.core.connectors.save_restore_connector import SaveRestoreConnector
 from omegaconf import OmegaConf
 
 import holdfast
-from holdfast.formats.export import ExportItem, ExportJob
-from holdfast.formats.nemo import NemoFormat, NemoSource
+from holdfast.formats.exporting.export import ExportItem, ExportJob
+from holdfast.formats.nemo.nemo import NemoFormat, NemoSource
 from holdfast.formats.registry import open_source
-from holdfast.formats.selection import find_weights
+from holdfast.formats.weights.selection import find_weights
 from holdfast.runs.assets import Asset
 
 TOKENIZER = b"the pieces of a tokenizer\n"

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 
 import holdfast
 from holdfast.errors import UsageError
-from holdfast.formats.export import export
-from holdfast.formats.peft import PeftSource
+from holdfast.formats.exporting.export import export
+from holdfast.formats.hub.peft import PeftSource
 from holdfast.testing import values
 from tests.ranks import run_ranks
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 import holdfast
 from holdfast.errors import UsageError
-from holdfast.formats.export import export
+from holdfast.formats.exporting.export import export
 from holdfast.testing import values
 from tests.distributed.training import build
 from tests.ranks import run_ranks

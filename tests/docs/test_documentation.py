@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.ranks import run_ranks
 
 import holdfast
 import holdfast.testing
@@ -22,6 +21,7 @@ from holdfast.loading.strategy import LoadStrategy
 from holdfast.ondisk import codec, manifest
 from holdfast.ondisk.dtypes import ELEMENT_TYPES
 from holdfast.testing import values
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 GUIDE, FORMAT, GUARANTEES = (ROOT / "docs" / name for name in ("guide.md", "format.md", "guarantees.md"))

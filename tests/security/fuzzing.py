@@ -67,10 +67,10 @@ def _openers() -> dict[str, Opener]:
     import torch
     import torch.distributed.checkpoint
 
-    from holdfast.formats.dcp_folder import DCPFormat
-    from holdfast.formats.nemo import NemoFormat
-    from holdfast.formats.safetensors import SafetensorsFormat
-    from holdfast.formats.torch_file import TorchFormat
+    from holdfast.formats.dcp_folders.dcp_folder import DCPFormat
+    from holdfast.formats.hub.safetensors import SafetensorsFormat
+    from holdfast.formats.nemo.nemo import NemoFormat
+    from holdfast.formats.torch_files.torch_file import TorchFormat
     from holdfast.ondisk.manifest import check_manifest, decode_head, decode_manifest
 
     torch.ones(8).sum()

@@ -12,7 +12,7 @@ from holdfast.cli.output import SOUND, cell, count_text, print_json, size_text, 
 from holdfast.errors import UsageError
 
 if TYPE_CHECKING:
-    from holdfast.formats.export import ExportReport
+    from holdfast.formats.exporting.export import ExportReport
 
 _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[kmgt]?i?b?)", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -67,26 +67,29 @@ def export(
       1  the checkpoint is damaged
       2  nothing there, a wrong argument, a target that exists, or a disk without room
     """
-    names = only or ["model"]
-    limit_bytes = _size_bytes(max_shard_size) if max_shard_size is not None else None
-    changes = _renames(rename) if rename else None
-    # Here, because it imports torch, which no other command needs.
-    from holdfast.formats import export as exporting
+    options = _options(only, dtype, rename, max_shard_size)
+    # Here, because it imports torch, which most other commands do not need.
+    from holdfast.formats.exporting import export as exporting
 
-    report = exporting.export(
-        source,
-        target,
-        format=format,
-        only=names[0] if len(names) == 1 else names,
-        dtype=dtype,
-        rename=changes,
-        max_shard_bytes=limit_bytes,
-    )
+    report = exporting.export(source, target, format=format, **options)
     if json:
         print_json(_as_json(report))
     else:
         stdout().print(cell(_sentence(report)), soft_wrap=True)
     return SOUND
+
+
+def _options(
+    only: Sequence[str] | None, dtype: str | None, rename: Sequence[str] | None, max_shard_size: str | None
+) -> dict[str, Any]:
+    """Return what was given on the command line as arguments of the library."""
+    names = list(only or ["model"])
+    return {
+        "only": names[0] if len(names) == 1 else names,
+        "dtype": dtype,
+        "rename": _renames(rename) if rename else None,
+        "max_shard_bytes": _size_bytes(max_shard_size) if max_shard_size is not None else None,
+    }
 
 
 def _size_bytes(text: str) -> int:

@@ -13,7 +13,7 @@ from holdfast.errors import UnsupportedFormatError
 from holdfast.formats.source import Source
 
 if TYPE_CHECKING:
-    from holdfast.formats.export import ExportJob
+    from holdfast.formats.exporting.export import ExportJob
 
 __all__ = ["Format"]
 
