@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 BENCH := $(VENV)/.bench
 
-.PHONY: demo check test lint types unit fast images bench clean
+.PHONY: demo check test lint types unit fast images bench nemo clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -40,7 +40,7 @@ unit: $(READY) images
 # Half of their time is waiting, so there are more workers than processors.
 fast: WORKERS = 4
 fast: $(READY)
-	$(PYTEST) -m 'not slow' tests/unit
+	$(PYTEST) -m 'not slow' tests/unit tests/behaviour tests/architecture
 
 # The power cuts under real file systems need these two of Debian. Without them, or without root, they are skipped.
 images:
@@ -56,5 +56,19 @@ $(BENCH): $(READY)
 bench: $(BENCH)
 	$(BIN)/python benchmarks/run.py
 
+# nemo-toolkit brings 1.7 GB: it has an environment of its own. Where it does not install, its tests are skipped.
+NEMO := .nemo-venv
+
+$(NEMO)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(NEMO)
+	$(NEMO)/bin/python -m pip install --quiet --upgrade pip
+	$(NEMO)/bin/python -m pip install --quiet -c constraints.txt -e '.[nemo]' 'pytest>=8.3'
+	$(NEMO)/bin/python -m pip install --quiet -c constraints.txt 'nemo-toolkit[core]>=3.0,<4' || \
+		echo 'nemo-toolkit could not be installed: its tests are skipped'
+	touch $(NEMO)/.ready
+
+nemo: $(NEMO)/.ready
+	$(NEMO)/bin/python -m pytest tests/compat/test_nemo_toolkit.py
+
 clean:
-	rm -rf $(VENV) demo-out .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(NEMO) demo-out .pytest_cache .mypy_cache .ruff_cache

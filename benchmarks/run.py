@@ -18,7 +18,7 @@ import torch
 FIRST_QUESTIONS = ("sync_save", "restore")
 ASYNC_QUESTIONS = ("async_save", "lost_time", "memory", "two_ranks")
 LIFE_QUESTIONS = ("agreement", "retention", "listing")
-FORMAT_QUESTIONS = ("load_weights",)
+FORMAT_QUESTIONS = ("load_weights", "export")
 GPU_QUESTIONS = ("gpu_save", "gpu_restore")
 
 

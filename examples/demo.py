@@ -365,6 +365,15 @@ def training(
         child.kill()
 
 
+def read_losses(path: Path) -> Losses:
+    """Return what a training has logged so far. A last line that a kill cut off is no step."""
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    records = [json.loads(line) for line in lines]
+    begin = next((record for record in records if "weights" in record), {})
+    by_step = {record["step"]: record["loss"] for record in records if "step" in record}
+    return Losses(begin.get("resumed_from"), begin.get("weights", ""), by_step)
+
+
 class TrainingProcess:
     """One torchrun with its ranks, seen from outside."""
 
@@ -376,12 +385,7 @@ class TrainingProcess:
         self._deadline = time.monotonic() + TIMEOUT_SECONDS
 
     def losses(self) -> Losses:
-        """What is logged so far. A last line that a kill cut off is no step."""
-        lines = self._losses.read_text().split("\n")[:-1] if self._losses.exists() else []
-        records = [json.loads(line) for line in lines]
-        begin = next((record for record in records if "weights" in record), {})
-        by_step = {record["step"]: record["loss"] for record in records if "step" in record}
-        return Losses(begin.get("resumed_from"), begin.get("weights", ""), by_step)
+        return read_losses(self._losses)
 
     def wait_for_end(self) -> int:
         try:

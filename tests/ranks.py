@@ -11,4 +11,4 @@ from holdfast.testing import run_ranks as start_ranks
 
 __all__ = ["run_ranks"]
 
-run_ranks = partial(start_ranks, start="forkserver", timeout_seconds=300.0)
+run_ranks = partial(start_ranks, start="forkserver", timeout_seconds=600.0)

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     )
     from holdfast.formats.dcp.reader import HoldfastReader
     from holdfast.formats.dcp.writer import HoldfastWriter
-    from holdfast.formats.importing import import_checkpoint
-    from holdfast.formats.weights import build_model, load_weights
-    from holdfast.formats.weights_report import WeightsReport
+    from holdfast.formats.importing.importing import import_checkpoint
+    from holdfast.formats.weights.load import build_model, load_weights
+    from holdfast.formats.weights.report import WeightsReport
     from holdfast.loading.strategy import LoadStrategy
     from holdfast.manager.checkpointer import AsyncCheckpointer
     from holdfast.manager.functions import (
@@ -105,10 +105,10 @@ _HOME = {
     "retention": "manager.functions",
     "resolve": "manager.functions",
     "verify": "manager.functions",
-    "import_checkpoint": "formats.importing",
-    "build_model": "formats.weights",
-    "load_weights": "formats.weights",
-    "WeightsReport": "formats.weights_report",
+    "import_checkpoint": "formats.importing.importing",
+    "build_model": "formats.weights.load",
+    "load_weights": "formats.weights.load",
+    "WeightsReport": "formats.weights.report",
     "HoldfastReader": "formats.dcp",
     "HoldfastWriter": "formats.dcp",
     **dict.fromkeys(

@@ -68,7 +68,7 @@ def _full_name(cls: type) -> str:
 class HoldfastError(Exception):
     """The base of every error that Holdfast raises on purpose.
 
-    `problem` says what happened and `advice` what to do; the others say where, and stay None where they mean nothing.
+    `problem` is what happened and `advice` what to do; the others are the place, and None where they do not apply.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class HoldfastError(Exception):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The constructor's arguments that are set, as plain values."""
+        """Return the constructor's arguments that are set, as plain values."""
         names = ("problem", "advice", "run", "step", "rank", "component", "leaf", "file", "byte_range")
         values = {name: getattr(self, name) for name in (*names, *self._extra_names)}
         return {name: value for name, value in values.items() if value not in (None, "", ())}
@@ -113,11 +113,11 @@ class HoldfastError(Exception):
         _known[_full_name(cls)] = cls
 
     def at(self, **where: Any) -> HoldfastError:
-        """The same error with more of its place known; what was known already stays."""
+        """Return the error with more fields of its place set; fields that are set already stay."""
         return _rebuild(type(self), {**where, **self.fields})
 
     def changed(self, **fields: Any) -> Self:
-        """The same error with other fields, whatever arguments the constructor of its class takes."""
+        """Return the error with other fields, whatever arguments the constructor of its class takes."""
         return _rebuild(type(self), {**self.fields, **fields})  # type: ignore[return-value]
 
     def _message(self) -> str:
@@ -130,7 +130,7 @@ class HoldfastError(Exception):
         return f"{text}{details}\n{advice}" if details else f"{text}; {advice}"
 
     def _details(self) -> str:
-        """What an error lists, a line each, between what happened and what to do."""
+        """Return what an error lists, a line each, between what happened and what to do."""
         return ""
 
     def _where(self) -> list[str]:
@@ -271,7 +271,7 @@ class StorageError(HoldfastError, OSError):
 
     @classmethod
     def of(cls, error: OSError, doing: str, *, file: str | None = None, advice: str = "") -> StorageError:
-        """The error of a system call, said in our words."""
+        """Return the error for a failed system call."""
         code = errno_names.errorcode.get(error.errno or 0, "")
         reason = f"{error.strerror or error} [{code}]" if code else str(error)
         return cls(f"{doing} failed: {reason}", errno=error.errno, file=file, advice=advice)
@@ -283,7 +283,7 @@ class KeyExistsError(StorageError, FileExistsError):
 
 class KeyDamagedError(StorageError):
     """What a name holds cannot be what was written there: a link, no regular file, fewer bytes than are asked for, or
-    more than are allowed. To read it again would not help; any other `StorageError` of a read says nothing of damage.
+    more than are allowed. To read it again would not help; any other `StorageError` of a read does not mean damage.
     """
 
 
@@ -300,7 +300,7 @@ class UnsafeContentError(HoldfastError):
 
 
 def error_record(error: BaseException) -> dict[str, Any]:
-    """An error as plain values, to send to other ranks."""
+    """Return an error as plain values, to send to other ranks."""
     fields = error.fields if isinstance(error, HoldfastError) else {"problem": str(error) or repr(error)}
     types = [_full_name(cls) for cls in type(error).__mro__ if issubclass(cls, HoldfastError)]
     return {"type": type(error).__name__, "types": types, "fields": _sendable(fields)}
@@ -322,7 +322,7 @@ def error_from_record(record: Mapping[str, Any]) -> HoldfastError:
 
 
 def _sendable(value: Any) -> Any:
-    """A field as something that every message can carry: an error that could not be sent would leave ranks waiting."""
+    """Return a field as values that a message can carry: an error that cannot be sent would leave ranks waiting."""
     if isinstance(value, str):
         # A file name that is no UTF-8 has lone surrogates in it.
         return value.encode("utf-8", "backslashreplace").decode()
@@ -358,7 +358,7 @@ def _constructed(cls: type[HoldfastError], fields: dict[str, Any]) -> HoldfastEr
 
 
 def _filled(cls: type[HoldfastError], fields: dict[str, Any]) -> HoldfastError:
-    """A plug-in's constructor may take something else than fields: pass it by."""
+    """Make the error without its own constructor: that of a plug-in may take something else than fields."""
     error = cls.__new__(cls)
     HoldfastError.__init__(error, **fields)
     return error

@@ -364,7 +364,7 @@ def test_async_save_works(tmp_path: pathlib.Path) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         future = dcp.async_save(state, storage_writer=HoldfastWriter(tmp_path))
-        future.result(timeout=60)
+        future.result(timeout=300)
     finally:
         dist.destroy_process_group()
     target = {"m": {"w": torch.zeros(1000)}, "epoch": 0}

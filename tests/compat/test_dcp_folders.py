@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from holdfast.formats.dcp_folder import DCPFormat
-from holdfast.formats.export import ExportItem, ExportJob
+from holdfast.formats.dcp_folders.dcp_folder import DCPFormat
+from holdfast.formats.exporting.export import ExportItem, ExportJob
 from holdfast.formats.registry import open_source
 from holdfast.formats.source import Fill, Source, TensorEntry, tensors_of
 from holdfast.ondisk.regions import whole

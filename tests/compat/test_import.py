@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 import holdfast
 from holdfast.cli import app
-from holdfast.formats.export import export
+from holdfast.formats.exporting.export import export
 from holdfast.formats.own import OwnSource
 from holdfast.formats.source import TensorEntry
 from holdfast.testing import values

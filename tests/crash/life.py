@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from blake3 import blake3
@@ -34,7 +33,6 @@ from holdfast.errors import (
 )
 from holdfast.manager.manager import CheckpointManager
 from holdfast.manager.results import RestoreResult
-from holdfast.runs import cleanup
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.readers import reading
@@ -178,8 +176,9 @@ class Manager(CheckpointManager):
     """A manager without a thread: else no sequence would happen twice in the same way."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        with mock.patch.object(cleanup, "WorkerThread", Behind):
-            super().__init__(*args, **options)
+        super().__init__(*args, **options)
+        # Its thread starts with the first work that it is given, and there was none yet.
+        self._run.housekeeper._worker = Behind()  # type: ignore[assignment]
 
     @property
     def behind(self) -> Behind:

@@ -304,7 +304,7 @@ class Door:
     def _value(self, key: str) -> bytes:
         value = self.room.shelf.values.get(key)
         if value is None:
-            raise KeyMissingError("it does not exist", errno=errno.ENOENT, file=key)
+            raise KeyMissingError("the key does not exist", errno=errno.ENOENT, file=key)
         if not key.endswith((".json", ".released")):
             return value
         if self.room.who(value) is None:
@@ -415,7 +415,7 @@ class _Source:
     def read_into(self, offset: int, target: memoryview) -> None:
         end = offset + target.nbytes
         if end > len(self._value):
-            raise StorageError(f"it ends before byte {end}", file=self._key, byte_range=(offset, end))
+            raise StorageError(f"the key ends before byte {end}", file=self._key, byte_range=(offset, end))
         if target.nbytes:
             target.cast("B")[:] = self._value[offset:end]
 

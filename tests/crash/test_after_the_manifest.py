@@ -25,7 +25,7 @@ from tests.crash.test_crash_points import scratch
 
 __all__ = ["scratch"]
 
-_PATIENCE_SECONDS = 60.0
+_PATIENCE_SECONDS = 300.0
 
 ERRORS: dict[str, Callable[[str], Exception]] = {
     "of the storage": lambda call: StorageError("the disk has a bad day [EIO]", errno=errno.EIO, file=call),

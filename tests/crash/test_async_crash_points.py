@@ -14,7 +14,7 @@ from holdfast.errors import StorageError
 from holdfast.storage.base import Sink, Storage
 from holdfast.storage.local.local import LocalStorage
 from holdfast.testing import CrashingStorage, MemoryStorage, PowerLossStorage
-from tests.crash.runs import STEPS, run_behind, violations
+from tests.crash.runs import STEPS, run_behind, violations, violations_after_power_loss
 from tests.crash.test_crash_points import ManifestFirst, forget_all, forget_nth, scratch
 
 __all__ = ["scratch"]
@@ -39,11 +39,8 @@ def power_cuts(
         witness = run_behind([storage] * n, dead=lambda storage=storage: storage.crashed)
         whole = not storage.crashed
         assert witness.committed == list(STEPS) or not whole, witness.ended
-        for seed in SEEDS:
-            disk = scratch / f"{point}-{seed}"
-            found = storage.after_power_loss(seed, disk)
-            yield f"{n} ranks, cut at {point} ({storage.log[-1]}), seed {seed}", violations(found, n, witness)
-            shutil.rmtree(disk, ignore_errors=True)
+        for seed, wrong in violations_after_power_loss(storage, SEEDS, n, witness, scratch / f"disks-{point}"):
+            yield f"{n} ranks, cut at {point} ({storage.log[-1]}), seed {seed}", wrong
         shutil.rmtree(scratch / f"{point}", ignore_errors=True)
 
 

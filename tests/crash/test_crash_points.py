@@ -24,7 +24,7 @@ from holdfast.storage.base import Storage
 from holdfast.storage.local.local import LocalStorage
 from holdfast.testing import CrashingStorage, MemoryStorage, PowerLossStorage
 from holdfast.testing.simulation import simulate_ranks
-from tests.crash.runs import STEPS, Part, Witness, run, violations
+from tests.crash.runs import STEPS, Part, Witness, run, violations, violations_after_power_loss
 
 SEEDS = range(8)
 RANKS = (1, 2, 3)
@@ -52,12 +52,9 @@ def power_cuts(
     for point in range(1, whole.calls + 2):
         storage = door(scratch / f"{point}", crash_at=point, ignore_fsync_of=forget())
         witness = run(storage, n)
-        for seed in SEEDS:
-            disk = scratch / f"{point}-{seed}"
-            found = storage.after_power_loss(seed, disk)
-            operation = whole.log[point - 1] if point <= whole.calls else "the end"
-            yield f"{n} ranks, cut at {point} ({operation}), seed {seed}", violations(found, n, witness)
-            shutil.rmtree(disk, ignore_errors=True)
+        operation = whole.log[point - 1] if point <= whole.calls else "the end"
+        for seed, wrong in violations_after_power_loss(storage, SEEDS, n, witness, scratch / f"disks-{point}"):
+            yield f"{n} ranks, cut at {point} ({operation}), seed {seed}", wrong
         shutil.rmtree(scratch / f"{point}", ignore_errors=True)
 
 

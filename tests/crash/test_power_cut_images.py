@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.testing import run_ranks, values
+from holdfast.testing import run_ranks as run_new_ranks
+from holdfast.testing import values
 from tests.crash.image_training import MODES, STEPS, Judge, go_on, train
 from tests.crash.images import FILE_SYSTEMS, Cut, Disk, FileSystem, Recording, cuts, recording, scratch, why_not
+from tests.ranks import run_ranks
 
 STATES = 300
 CONTROL_STATES = 40
@@ -52,7 +54,8 @@ def recorded_without_fsync(kinds: list[FileSystem], folder: Path) -> Recording:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("LD_PRELOAD", str(shim))
         with recording(kinds, _new(folder / "control")) as recorded:
-            values(run_ranks(1, train, 1, _places(recorded), backend=None))
+            # New interpreters: the server of the others was started without the shim.
+            values(run_new_ranks(1, train, 1, _places(recorded), backend=None))
     return recorded
 
 

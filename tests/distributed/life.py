@@ -29,7 +29,7 @@ from holdfast.errors import HoldfastError
 TIMEOUT_SECONDS = 30.0
 AT_WORK_AFTER = 5
 _MOST_STEPS = 100_000
-_PATIENCE_SECONDS = 60.0
+_PATIENCE_SECONDS = 300.0
 
 
 @dataclass(frozen=True)

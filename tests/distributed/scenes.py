@@ -24,11 +24,11 @@ from holdfast.testing import values
 from tests.ranks import run_ranks
 
 Scene = Callable[[int, Path], Any]
-_PATIENCE_SECONDS = 60.0
+_PATIENCE_SECONDS = 200.0
 Play = Callable[[str], list[Any]]
 
 
-def run_scenes(size: int, scenes: Sequence[Scene], folder: Path, *, timeout_seconds: float = 300.0) -> Play:
+def run_scenes(size: int, scenes: Sequence[Scene], folder: Path, *, timeout_seconds: float = 600.0) -> Play:
     """Play all scenes on `size` ranks. One that fails does not keep the others from being played."""
     played = values(run_ranks(size, _play, tuple(scenes), folder, timeout_seconds=timeout_seconds))
 

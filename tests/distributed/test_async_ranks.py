@@ -42,7 +42,7 @@ from tests.distributed.training import build
 from tests.ranks import run_ranks
 
 # Far more than anything here takes on a busy machine: what is known at once must not need it.
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 200.0
 # Where a rank is dead and the others must notice; long enough for a slow machine to bring the living ones there.
 DEATH_TIMEOUT_SECONDS = 10.0
 # Followers wait this much longer than the leader, so that its word can reach them.
@@ -54,7 +54,7 @@ def manager_of(run: Path | str, state: dict[str, Any], **options: Any) -> holdfa
     return holdfast.CheckpointManager(run, state, rng=False, **{"timeout": TIMEOUT_SECONDS, "mode": "async", **options})
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> None:
+def wait_for(condition: Callable[[], Any], seconds: float = 300.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come to be"
@@ -804,7 +804,8 @@ def leader_that_ends_before_its_commit(rank: int, run: Path, mode: str) -> Any:
     dist.init_process_group("gloo")
     storage = EndsBeforeCommit(run) if rank == 0 else LocalStorage(run)
     state = {"model": holdfast.Shared(sharded_model(1))}
-    manager = manager_of(run, state, storage=storage, mode=mode, timeout=DEATH_TIMEOUT_SECONDS)
+    # The store ends with the leader, so the other rank knows at once and needs no short time limit.
+    manager = manager_of(run, state, storage=storage, mode=mode)
     manager.save(1, wait=True)
     return caught(lambda: manager.save(2, wait=True))
 

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 import holdfast
 from tests.distributed.scenes import Play, run_scenes
 
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 200.0
 MODES = ("sync", "async")
 
 

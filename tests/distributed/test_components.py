@@ -18,7 +18,7 @@ import holdfast
 from holdfast.errors import GuardMismatchError, StateMismatchError, UsageError
 from tests.distributed.scenes import AdaptingHolder, Holder, Play, bits, caught, meet, run_scenes, the_same_error, trees
 
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 200.0
 SIZES = (1, 2, 3, 4)
 _groups: dict[int, Any] = {}
 

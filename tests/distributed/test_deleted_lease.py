@@ -95,7 +95,7 @@ class Training:
     def end(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(60)
+        self._process.wait(300)
         assert self._process.stdout is not None
         self._process.stdout.close()
 

@@ -17,12 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 from holdfast.state.names import unwrap
+from tests.behaviour.test_odd_modules import Metric, renamed, tower
+from tests.behaviour.test_odd_optimizers import Lookahead
+from tests.behaviour.test_subclasses import Optimizer8, Registered, Scaled, model_with
 from tests.distributed.scenes import Play, bits, caught, run_scenes, the_same_error, trees
-from tests.unit.state.test_odd_modules import Metric, renamed, tower
-from tests.unit.state.test_odd_optimizers import Lookahead
-from tests.unit.state.test_subclasses import Optimizer8, Registered, Scaled, model_with
 
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 200.0
 
 
 def manager_of(run: Path, state: dict[str, Any], mode: Any = "sync") -> holdfast.CheckpointManager:

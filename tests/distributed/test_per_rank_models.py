@@ -17,7 +17,7 @@ import holdfast
 from holdfast.errors import StateMismatchError, UsageError
 from tests.distributed.scenes import Holder, Play, bits, caught, meet, run_scenes, the_same_error, trees
 
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 200.0
 
 
 def manager_of(run: Path, state: dict[str, Any], **options: Any) -> holdfast.CheckpointManager:

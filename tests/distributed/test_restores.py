@@ -11,8 +11,9 @@ import torch
 
 import holdfast
 from holdfast import LoadStrategy
-from holdfast.testing import run_ranks, values
+from holdfast.testing import values
 from tests.distributed.scenes import Play, run_scenes
+from tests.ranks import run_ranks
 
 
 def opened(run: Path, state: dict[str, Any], **options: Any) -> holdfast.CheckpointManager:
@@ -30,7 +31,7 @@ def test_per_rank_state_that_a_changed_number_of_ranks_leaves_as_it_is_is_logged
     values(run_ranks(2, save_once, tmp_path))
     with opened(tmp_path, {"model": torch.nn.Linear(2, 2)}) as manager:
         result = manager.restore(strategy=LoadStrategy(on_world_change="skip"))
-    expected = "rng: its per-rank state is of another number of ranks"
+    expected = "rng: the per-rank state is of another number of ranks"
     (line,) = [record for record in caplog.records if "on_world_change='skip'" in record.getMessage()]
     assert line.levelno == logging.WARNING
     assert f"1 difference was accepted ({expected})" in line.getMessage()

@@ -20,7 +20,7 @@ from holdfast.testing import values
 from tests.distributed.scenes import Play, bits, caught, meet, run_scenes, the_same_error, trees
 from tests.ranks import run_ranks
 
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 200.0
 WIDTH, HIDDEN, WORDS = 6, 8, 12
 
 

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 import holdfast
-from holdfast.testing import run_ranks, values
+from holdfast.testing import values
 from tests.distributed.test_async_ranks import steps_of
+from tests.ranks import run_ranks
 
 STRUCK_STEP = 5
 MOST_STEPS = 100_000
@@ -27,7 +28,7 @@ def train_until_stopped(rank: int, run: Path, struck: int) -> Any:
     state = {"model": holdfast.Shared(nn.Linear(2, 2))}
     times = []
     with holdfast.CheckpointManager(
-        run, state, save=holdfast.OnSignal("SIGUSR1"), mode="sync", rng=False, links=False, timeout=60.0
+        run, state, save=holdfast.OnSignal("SIGUSR1"), mode="sync", rng=False, links=False, timeout=200.0
     ) as manager:
         for step in range(MOST_STEPS):
             dist.barrier()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast.errors import RankError
-from holdfast.testing import run_ranks, values
+from holdfast.testing import values
 from tests.distributed.scenes import caught
 from tests.distributed.test_async_ranks import (
     DEATH_TIMEOUT_SECONDS,
@@ -28,6 +28,7 @@ from tests.distributed.test_async_ranks import (
     wait_for,
 )
 from tests.distributed.test_failures import sharded_model
+from tests.ranks import run_ranks
 
 # The save that fails on one rank takes the other one as long to give up.
 PATIENCE_SECONDS = 100.0

@@ -33,9 +33,9 @@ def made(seed: int) -> Any:
 
 def tied(rank: int, folder: str, mode: Any) -> tuple[list[str], bool]:
     first, second = made(0), made(1)
-    with holdfast.CheckpointManager(folder, {"model": first}, timeout=60, mode=mode, rng=False) as manager:
+    with holdfast.CheckpointManager(folder, {"model": first}, timeout=200, mode=mode, rng=False) as manager:
         stored = [leaf.name for leaf in manager.save(1).wait().manifest.tensors]
-    with holdfast.CheckpointManager(folder, {"model": second}, timeout=60, mode=mode, rng=False) as manager:
+    with holdfast.CheckpointManager(folder, {"model": second}, timeout=200, mode=mode, rng=False) as manager:
         manager.restore()
     return stored, torch.equal(second.b.weight.full_tensor(), first.a.weight.full_tensor())
 

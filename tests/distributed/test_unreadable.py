@@ -32,7 +32,7 @@ def saved(rank: int, folder: Path) -> None:
 
 def manager_of(storage: Any, holder: Any, mode: Any = "sync") -> holdfast.CheckpointManager:
     state = {"model": holdfast.Shared(holder)}
-    return holdfast.CheckpointManager("run", state, storage=storage, mode=mode, rng=False, timeout=60.0)
+    return holdfast.CheckpointManager("run", state, storage=storage, mode=mode, rng=False, timeout=200.0)
 
 
 def one_rank_fails_once(rank: int, folder: Path) -> Any:

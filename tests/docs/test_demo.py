@@ -42,7 +42,7 @@ def run_demo(*arguments: str | Path) -> tuple[int, str]:
     except BaseException:
         # Not a kill: the demo has trainings of its own to end.
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
         raise
     return process.returncode, output
 

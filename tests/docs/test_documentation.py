@@ -20,7 +20,8 @@ import holdfast.testing
 from holdfast.loading.strategy import LoadStrategy
 from holdfast.ondisk import codec, manifest
 from holdfast.ondisk.dtypes import ELEMENT_TYPES
-from holdfast.testing import run_ranks, values
+from holdfast.testing import values
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 GUIDE, FORMAT, GUARANTEES = (ROOT / "docs" / name for name in ("guide.md", "format.md", "guarantees.md"))
@@ -177,11 +178,49 @@ def test_the_format_has_every_tag_of_the_codec() -> None:
 
 def test_the_architecture_lists_every_module() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
-    house = text.partition("## The house")[2].split("```")[1]
+    house = text.partition("## The packages")[2].split("```")[1]
     modules = [path.name for path in (ROOT / "src" / "holdfast").rglob("*.py")]
     listed = re.findall(r"\b(\w+\.py)\b", house)
     # Packages have no module of their own to speak of, but for the first.
     assert sorted(listed) == sorted([*(name for name in modules if name != "__init__.py"), "__init__.py"])
+
+
+def names_in_source() -> set[str]:
+    """Every name that the source defines or uses: classes, functions, parameters, attributes, and short texts."""
+    found: set[str] = set()
+    for path in (ROOT / "src" / "holdfast").rglob("*.py"):
+        found |= {path.stem, path.parent.name}
+        for node in ast.walk(ast.parse(path.read_text())):
+            for field in ("name", "id", "attr", "arg"):
+                value = getattr(node, field, None)
+                found |= {value} if isinstance(value, str) else set()
+    return found
+
+
+def unknown_names(text: str) -> list[str]:
+    """What stands in backticks and is no file of the repository and no name of the source."""
+    known = names_in_source()
+    roots = (ROOT, ROOT / "src" / "holdfast")
+    unknown = []
+    for quoted in re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)):
+        is_path = "/" in quoted or quoted.endswith(".py")
+        words = re.findall(r"[A-Za-z_]\w*", quoted)
+        if is_path:
+            there = any((root / quoted).exists() for root in roots)
+        else:
+            there = bool(words) and all(word in known for word in words)
+        if not there:
+            unknown.append(quoted)
+    return unknown
+
+
+def test_every_name_in_the_architecture_exists() -> None:
+    assert unknown_names((ROOT / "docs" / "architecture.md").read_text()) == []
+
+
+def test_a_name_that_does_not_exist_is_noticed() -> None:
+    text = "`saving/plan.py`, `Storage`, `recall`, `ranks/ranks.py`, `decide(label, mine)`, `Catalog.frobnicate()`"
+    assert unknown_names(text) == ["recall", "ranks/ranks.py", "Catalog.frobnicate()"]
 
 
 # Guarantees

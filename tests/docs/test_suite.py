@@ -14,7 +14,7 @@ IN_THE_BACKGROUND = (
 
 
 def test_processes_of_tests_can_be_interrupted_where_the_suite_runs_in_the_background() -> None:
-    chosen = "tests/unit/cli/test_cli.py::test_an_interrupt_is_quiet_and_130[words0]"
+    chosen = "tests/unit/cli/test_commands.py::test_an_interrupt_is_quiet_and_130[words0]"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", chosen]
     done = subprocess.run(
         [sys.executable, "-c", IN_THE_BACKGROUND, *command], cwd=ROOT, capture_output=True, text=True, timeout=300

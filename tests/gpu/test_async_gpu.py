@@ -105,7 +105,7 @@ def keep_busy(seconds: float = 0.3) -> None:
     torch.cuda._sleep(int(seconds * 1.5e9))
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> None:
+def wait_for(condition: Callable[[], Any], seconds: float = 300.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come to be"

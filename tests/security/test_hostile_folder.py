@@ -73,7 +73,7 @@ print(" ".join(sorted({name.partition(".")[0] for name in sys.modules} - {"__mai
 def imported() -> list[str]:
     """Every top-level module that a writer process has imported when it is ready for work."""
     command = [sys.executable, "-I", "-c", _IMPORTED]
-    names = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split()
+    names = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout.split()
     assert {"json", "holdfast", "msgspec", "blake3", "socket"} <= set(names)
     return [name for name in names if name.isidentifier()]
 
@@ -169,7 +169,7 @@ if __name__ == "__main__":
 
 def modules_of(text: str) -> set[str]:
     """The top-level modules that are imported after a text was run in an interpreter without a current folder."""
-    ended = subprocess.run([sys.executable, "-P", "-c", text], capture_output=True, text=True, check=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-P", "-c", text], capture_output=True, text=True, check=True, timeout=300)
     return {name for name in ended.stdout.split() if name.isidentifier()}
 
 
@@ -191,7 +191,7 @@ def test_no_module_of_the_current_folder_runs_in_the_command_line_as_a_module(
     assert {"json", "msgspec", "typer"} <= names
     marker = make_hostile(tmp_path / "hostile", names)
     command = [sys.executable, *options, "-m", "holdfast", "ls", str(tmp_path / "run")]
-    ended = subprocess.run(command, cwd=tmp_path / "hostile", capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, cwd=tmp_path / "hostile", capture_output=True, text=True, timeout=300)
     assert not marker.exists(), f"these ran: {marker.read_text().split()}\n{ended.stderr}"
     assert ended.stderr == f"error: {tmp_path / 'run'} is not there; check the path\n"
 

@@ -50,7 +50,7 @@ def show(**values):
 
 def can(*words: str) -> bool:
     try:
-        return subprocess.run(words, capture_output=True, timeout=60, check=False).returncode == 0
+        return subprocess.run(words, capture_output=True, timeout=300, check=False).returncode == 0
     except OSError:
         return False
 

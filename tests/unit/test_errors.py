@@ -104,7 +104,7 @@ sys.stdout.buffer.write(msgspec.msgpack.encode(error_record(FarAway("no such buc
 
 
 def test_an_error_of_a_class_that_this_process_has_not_imported_is_its_nearest_known_base() -> None:
-    data = subprocess.run([sys.executable, "-c", _SENDER], capture_output=True, check=True, timeout=60).stdout
+    data = subprocess.run([sys.executable, "-c", _SENDER], capture_output=True, check=True, timeout=300).stdout
     found = error_from_record(msgspec.msgpack.decode(data))
     assert type(found) is StorageError
     assert found.problem == "FarAway: no such bucket"

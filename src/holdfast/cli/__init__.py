@@ -1,4 +1,4 @@
-"""The command line. Words enter, text and an exit code leave; none of it imports torch."""
+"""The command line. Words enter, text and an exit code leave; to import it imports no torch."""
 
 from holdfast.cli.commands import app, main
 

@@ -74,7 +74,7 @@ def _fitted(widths: Iterable[int], room: int) -> list[int]:
 def _rendered(
     console: Console, row: Sequence[Text], places: Sequence[_Place], *, at_bottom: bool = False
 ) -> Iterator[Segment]:
-    """A row's segments, as many lines as its highest cell has."""
+    """Return a row's segments, as many lines as its highest cell has."""
     cells = [_lines(console, cell, *place) for cell, place in zip(row, places, strict=True)]
     height = max(map(len, cells))
     for number in range(height):

@@ -1,9 +1,9 @@
-"""The commands: `holdfast ls`, `show`, `verify`, `tag`, `prune`, `import`, `unlock`, `doctor`.
+"""The commands: `holdfast ls`, `show`, `verify`, `tag`, `prune`, `export`, `import`, `unlock`, `doctor`.
 
 Words enter, text and an exit code leave.
 
 A command is a function that prints and returns its exit code; what it raises becomes a line and a code in one place.
-Only `import` imports torch, when it runs.
+Only `export` and `import` import torch, when they run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from holdfast._version import __version__
-from holdfast.cli import doctor, import_, ls, prune, show, tag, unlock, verify
+from holdfast.cli import doctor, export, import_, ls, prune, show, tag, unlock, verify
 from holdfast.cli.output import as_command, forgive_encoding, print_note
 
 __all__ = ["app", "main"]
@@ -34,13 +34,14 @@ app.command("show", cls=show.ShowCommand)(as_command(show.show))
 app.command("verify")(as_command(verify.verify))
 app.command("tag")(as_command(tag.tag))
 app.command("prune")(as_command(prune.prune))
+app.command("export")(as_command(export.export))
 app.command("import")(as_command(import_.import_checkpoint))
 app.command("unlock")(as_command(unlock.unlock))
 app.command("doctor")(as_command(doctor.doctor))
 
 
 def main() -> None:
-    """The entry point of the `holdfast` script."""
+    """Run the `holdfast` script."""
     forgive_encoding()
     app(prog_name="holdfast")
 
@@ -65,7 +66,7 @@ def _about(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Look at the checkpoints of a training run, check them to the byte, tag them, and prune them.
+    """Look at the checkpoints of a training run, check them to the byte, tag, prune and export them.
 
     SOURCE is a run's folder, a checkpoint's folder, its manifest.json, a link such as RUN/latest, or RUN@SELECTOR.
     A selector is 'latest', 'best', 'best:METRIC', 'best:METRIC:max', a step, a tag or a folder's name.
@@ -77,6 +78,7 @@ def _about(
       holdfast verify runs/tiny --all
       holdfast tag runs/tiny@500 release
       holdfast prune runs/tiny --keep-last 3 --keep-best val_loss:2
+      holdfast export runs/tiny tiny.safetensors --format safetensors
       holdfast import last.ckpt runs/tiny
       holdfast unlock runs/tiny
       holdfast doctor runs/tiny --fix

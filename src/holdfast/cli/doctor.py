@@ -16,14 +16,14 @@ from holdfast.runs.doctor import Finding, examine, mend
 
 def doctor(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The run: a folder or a URL.")],
-    fix: Annotated[bool, typer.Option("--fix", help="Mend what is safe to mend.")] = False,
+    fix: Annotated[bool, typer.Option("--fix", help="Repair what is safe to repair.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")] = False,
 ) -> int:
     """Examine the records of a run: attempts that were never committed, damaged notes and claims, links to nowhere.
 
-    The bytes of checkpoints are not read: 'holdfast verify --all' does that. Without --fix nothing is changed. With it
-    damaged records are written again or removed, and what attempts and readers left that are gone is cleared away; no
-    checkpoint is touched. A run that is being trained is not mended.
+    The bytes of checkpoints are not read: 'holdfast verify --all' does that. Without --fix nothing is changed. With
+    --fix damaged records are written again or removed, and files that ended attempts and ended readers left are
+    removed; no checkpoint is changed. A run that is being trained is not changed.
 
     \b
     Examples:

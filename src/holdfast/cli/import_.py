@@ -59,7 +59,7 @@ def import_checkpoint(
       1  the source is damaged; nothing is committed
       2  a source that cannot be imported, a wrong argument, a run in use, or a storage that failed
     """
-    from holdfast.formats.importing import import_checkpoint as import_to_run
+    from holdfast.formats.importing.importing import import_checkpoint as import_to_run
 
     names = None if parameters is None else _names_in(parameters)
     checkpoint = import_to_run(

@@ -53,7 +53,7 @@ def ls(
 
 
 def metrics_of(checkpoint: Checkpoint) -> dict[str, Json]:
-    """The metrics of the save and those that came late, for people. Unlike `Checkpoint.metrics` it fails on nothing."""
+    """Return the metrics of the save and those reported later, for display. It never raises."""
     late = sum_up(checkpoint.notes, ()).metrics
     return {name: plain(value) for name, value in {**checkpoint.head.metrics, **late}.items()}
 
@@ -71,7 +71,7 @@ def _as_json(url: str, scan: Scan, broken: list[Unreadable]) -> dict[str, Any]:
 
 
 def _latest(scan: Scan) -> Checkpoint | None:
-    """The latest checkpoint; None also where a manifest cannot be read now, which may be the latest."""
+    """Return the latest checkpoint; None also if a manifest cannot be read now, because that may be the latest."""
     return None if scan.unreadable else choose(scan, Selector("latest"))
 
 
@@ -111,7 +111,7 @@ def _print(url: str, scan: Scan, broken: list[Unreadable]) -> None:
 
 def _print_checkpoints(console: Console, scan: Scan) -> None:
     checkpoints, latest = scan.checkpoints, _latest(scan)
-    # A folder's name says no more than the step, unless it was not the first attempt at it.
+    # The name of a folder adds nothing to the step, unless it was not the first attempt at it.
     named = any(found.folder != folder_name(found.step) for found in checkpoints)
     columns = ["", "step", "sequence", "created", "size", "ranks", "metrics", "tags", *(["folder"] if named else [])]
     rows = Columns(*columns, right=("step", "sequence", "size", "ranks"))

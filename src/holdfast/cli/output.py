@@ -45,7 +45,7 @@ def as_command(command: Callable[_Parameters, int]) -> Callable[_Parameters, Non
 
 
 def _exit_code(work: Callable[[], int]) -> int:
-    """Run a command and say on stderr what went wrong. Only damage may give 1: scripts act on it."""
+    """Run a command and print what failed on stderr. Only damage may give 1, because scripts act on it."""
     try:
         return work()
     except HoldfastError as error:
@@ -57,7 +57,7 @@ def _exit_code(work: Callable[[], int]) -> int:
         _drop_stdout()
         return _PIPE_CLOSED
     except Exception:
-        # Python would exit with 1 here, which says that the checkpoint is damaged.
+        # Python would exit with 1 here, which means that the checkpoint is damaged.
         typer.echo(traceback.format_exc() + "This is a bug in Holdfast; please report it.", err=True)
         return REFUSED
 
@@ -71,7 +71,7 @@ def visible(text: object) -> str:
 
 
 def cut(text: str, characters: int) -> str:
-    """The beginning of a text that is too long for where it stands."""
+    """Return the beginning of a text that is too long."""
     return text if len(text) <= characters else f"{text[: characters - 1]}…"
 
 
@@ -115,7 +115,7 @@ def count_text(count: int, noun: str) -> str:
 
 
 def forgive_encoding() -> None:
-    """A name that the terminal's encoding does not have is printed as an escape; it is no reason to fail."""
+    """Print characters that the encoding of the terminal does not have as escapes instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -129,7 +129,7 @@ class _QuietConsole(Console):
 
 
 def _say(label: str, style: str, message: str) -> None:
-    # Not wrapped: whoever copies a path out of it, or looks for a word in a log, finds it whole.
+    # Not wrapped, so that a path can be copied and a log can be searched.
     stderr().print(Text.assemble((label, style), message), soft_wrap=True)
 
 
@@ -138,7 +138,7 @@ def _escaped(letter: str) -> str:
 
 
 def _neutral(error: HoldfastError) -> str:
-    """An error's message, its fields made harmless one by one: the line breaks that are left are our own."""
+    """Return the message of an error with control characters in its fields escaped: its line breaks are our own."""
     return str(type(error)(**{name: _neutral_field(value) for name, value in error.fields.items()}))
 
 
@@ -151,7 +151,7 @@ def _neutral_field(value: Any) -> Any:
 
 
 def _drop_stdout() -> None:
-    """Nobody reads any more. Without it the interpreter complains when it flushes at its end."""
+    """Redirect stdout, which its reader has closed: otherwise the interpreter reports an error at its exit."""
     try:
         target = sys.stdout.fileno()
     except (AttributeError, OSError, ValueError):

@@ -53,10 +53,10 @@ def prune(
 ) -> int:
     """Show what would be deleted of a run, and with --yes delete it.
 
-    What one of the options keeps is kept. Whatever they say, these stay: the newest sound one, those with a tag, those
-    that somebody reads, and those that a restore found damaged. What attempts left that were never committed goes.
+    A checkpoint is kept if any of the options keeps it. These are always kept: the newest sound one, those with a tag,
+    those that a process is reading, and those that a restore found damaged. Files of uncommitted attempts are deleted.
 
-    A run that is being trained is not touched: its own training prunes it, by its keep=.
+    A run that is being trained is refused: the training prunes it, as its keep= says.
 
     \b
     Examples:
@@ -68,7 +68,7 @@ def prune(
     Exit codes:
       0  shown, or deleted
       1  nothing can be decided, because manifests are damaged
-      2  nothing says what to keep, a wrong argument, nothing there, a run in use, or a storage that failed
+      2  no option that keeps anything, a wrong argument, nothing there, a run in use, or a storage that failed
     """
     policy = _policy(keep_last, keep_best or [], keep_every_steps, keep_every_minutes, keep_tagged)
     catalog = open_run(run)
@@ -86,14 +86,14 @@ def prune(
 
 
 class _Line(NamedTuple):
-    """A checkpoint, or, where not `committed`, an attempt: what is to become of it, and whether it is gone."""
+    """A checkpoint, or, where not `committed`, an attempt: whether it is kept, and whether it is deleted already."""
 
     folder: str
     step: int
     size_bytes: int
     keep: bool
     reasons: tuple[str, ...]
-    gone: bool
+    deleted: bool
     committed: bool
 
 
@@ -119,7 +119,7 @@ class _Outcome:
 
     @property
     def freed_bytes(self) -> int:
-        return sum(line.size_bytes for line in self.going if line.gone)
+        return sum(line.size_bytes for line in self.going if line.deleted)
 
 
 # What to keep
@@ -139,7 +139,7 @@ def _policy(
         parts.append(KeepTagged())
     if not parts:
         raise UsageError(
-            "nothing says what to keep",
+            "no option says what to keep",
             advice="use --keep-last, --keep-best, --keep-every-steps, --keep-every-minutes or --keep-tagged",
         )
     return reduce(lambda joined, part: joined | part, parts)
@@ -178,8 +178,8 @@ def _prune(catalog: Catalog, scan: Scan, policy: KeepPolicy) -> _Outcome:
     left = _held(catalog, catalog.scan())
     outcome = _Outcome(catalog.storage.url, _lines(decisions, scan.attempts, held, left), done=True)
     for line in outcome.going:
-        if not line.gone:
-            print_note(f"{line.folder} is still there: somebody reads it; prune again later")
+        if not line.deleted:
+            print_note(f"{line.folder} is not deleted: a process is reading it; prune again later")
     return outcome
 
 
@@ -199,8 +199,8 @@ def _lines(
 
 
 def _held(catalog: Catalog, scan: Scan) -> dict[str, int]:
-    """How many bytes each checkpoint holds, and each attempt that holds any. The records of who began it, and of who
-    gave it up, do not count: they may have to stay."""
+    """Return the bytes of each checkpoint, and of each attempt that has any. The records of who began and who abandoned
+    an attempt do not count: they may have to stay."""
     attempts = {name: _bytes_below(catalog.storage, name, _RECORDS) for name in scan.attempts}
     checkpoints = {found.folder: found.size_bytes for found in scan.checkpoints}
     return {**{name: size_bytes for name, size_bytes in attempts.items() if size_bytes}, **checkpoints}
@@ -214,7 +214,7 @@ def _bytes_below(storage: Storage, folder: str, without: Sequence[str] = ()) -> 
     )
 
 
-# What is said of it
+# Output
 
 
 def _as_json(outcome: _Outcome) -> dict[str, Any]:
@@ -231,12 +231,12 @@ def _as_json(outcome: _Outcome) -> dict[str, Any]:
                 "size_bytes": line.size_bytes,
                 "keep": line.keep,
                 "reasons": list(line.reasons),
-                "deleted": line.gone,
+                "deleted": line.deleted,
             }
             for line in outcome.checkpoints
         ],
         "attempts": [
-            {"folder": line.folder, "size_bytes": line.size_bytes, "cleared": line.gone}
+            {"folder": line.folder, "size_bytes": line.size_bytes, "cleared": line.deleted}
             for line in outcome.lines
             if not line.committed
         ],
@@ -256,14 +256,14 @@ def _word(line: _Line) -> str:
     if line.keep:
         return "keep"
     if line.committed:
-        return "deleted" if line.gone else "delete"
-    return "cleared" if line.gone else "clear"
+        return "deleted" if line.deleted else "delete"
+    return "cleared" if line.deleted else "clear"
 
 
 def _verdict(outcome: _Outcome) -> str:
     if not outcome.going:
         return f"nothing to delete: {count_text(len(outcome.checkpoints), 'checkpoint')} kept"
-    chosen = [line for line in outcome.going if line.gone or not outcome.done]
+    chosen = [line for line in outcome.going if line.deleted or not outcome.done]
     committed = sum(line.committed for line in chosen)
     of = f"{committed:,} of {count_text(len(outcome.checkpoints), 'checkpoint')}"
     if len(chosen) > committed:

@@ -105,7 +105,7 @@ def _matching(manifest: Manifest, glob: str) -> list[TensorRecord]:
 
 
 def _components(manifest: Manifest) -> list[_Component]:
-    """Each component with what it has. A leaf's name starts with its component's, up to the first '.' or '@'."""
+    """Return each component with its content. A leaf's name starts with its component's, up to the first '.' or '@'."""
     scopes = Counter(tree.component for tree in manifest.trees)
     sizes: dict[str, list[int]] = {name: [] for name in scopes}
     for tensor in manifest.tensors:
@@ -225,7 +225,7 @@ def outline(value: Json, depth: int = 0) -> Iterator[str]:
 
 
 def _is_nested(value: Json) -> bool:
-    """Whether a value takes lines of its own: a dict, or a list that holds more than plain values."""
+    """Return whether a value is shown on several lines: a dict, or a list that holds more than plain values."""
     if isinstance(value, list):
         return any(isinstance(item, dict | list) and item for item in value)
     return isinstance(value, dict) and bool(value)

@@ -19,7 +19,7 @@ _SHOWN_NAMES = 5
 
 class Unreadable(NamedTuple):
     """A folder whose manifest cannot be used: damaged, `newer`, of a format that this version does not know, or, where
-    not `known`, one of which nothing can be told, because the storage cannot be read now."""
+    not `known`, unknown, because the storage cannot be read now."""
 
     folder: str
     reason: str
@@ -28,7 +28,7 @@ class Unreadable(NamedTuple):
 
 
 def open_source(source: str, selector: str = "latest") -> tuple[Catalog, Selector]:
-    """The run and the selector that are meant."""
+    """Return the run and the selector that a source names."""
     try:
         return locate(source, selector)
     except HoldfastError:
@@ -39,19 +39,19 @@ def open_source(source: str, selector: str = "latest") -> tuple[Catalog, Selecto
 
 
 def find(catalog: Catalog, selector: Selector) -> tuple[Checkpoint, list[Unreadable]]:
-    """The one checkpoint that is meant, and the folders that `latest` rejected because they cannot be read."""
+    """Return the selected checkpoint, and the folders that `latest` rejected because they cannot be read."""
     rejected = unreadable(catalog, catalog.survey()) if selector.may_fall_back else []
     return catalog.find(selector), rejected
 
 
 def print_rejected(rejected: list[Unreadable]) -> None:
-    """Say so: a newest checkpoint that is damaged must not be replaced by an older one without a word."""
+    """Print which checkpoints were rejected: a damaged one must not be replaced by an older one silently."""
     for one in rejected:
         print_note(f"{one.folder} is rejected: {one.reason}")
 
 
 def open_run(run: str) -> Catalog:
-    """The run that is meant. One of its checkpoints is no run: to take its run instead would be a guess."""
+    """Return the run that a source names. A checkpoint is refused: to take its run instead would be a guess."""
     catalog, selector = open_source(run)
     if selector.kind != "latest":
         raise UsageError(f"{run} names one checkpoint, not a run", advice=f"the run is {catalog.storage.url}")
@@ -59,21 +59,21 @@ def open_run(run: str) -> Catalog:
 
 
 def scan_run(catalog: Catalog) -> Scan:
-    """What a run holds, or an error where there is no run: an empty one and a wrong path must not look alike."""
+    """Return what a run holds, and raise if there is no run: an empty run and a wrong path must not look alike."""
     scan = catalog.survey()
     if any((scan.checkpoints, scan.attempts, scan.damaged, scan.unreadable)):
         return scan
     names = [entry.name for entry in catalog.storage.entries("")]
     if names and paths.RUN_KEY not in names:
         shown = ", ".join(names[:_SHOWN_NAMES]) + (", ..." if len(names) > _SHOWN_NAMES else "")
-        raise UsageError(f"{catalog.storage.url} is no run of Holdfast's", advice=f"it holds {shown}")
+        raise UsageError(f"{catalog.storage.url} is no run of Holdfast's", advice=f"the folder holds {shown}")
     if not names and not _is_folder(catalog):
         raise CheckpointNotFoundError(f"{catalog.storage.url} is not there", advice="check the path")
     return scan
 
 
 def unreadable(catalog: Catalog, scan: Scan) -> list[Unreadable]:
-    """The folders whose manifests cannot be used, and why."""
+    """Return the folders whose manifests cannot be used, and why."""
     return [
         *(Unreadable(folder, reason_of(error), newer=False, known=False) for folder, error in scan.unreadable),
         *(_why(catalog, skipped) for skipped in scan.damaged),
@@ -81,19 +81,19 @@ def unreadable(catalog: Catalog, scan: Scan) -> list[Unreadable]:
 
 
 def exit_code_of(found: list[Unreadable]) -> int:
-    """Damage is 1. A newer format is none, and neither is what cannot be read now: the checkpoint may be sound."""
+    """Return 1 for damage. A newer format is not damage, nor is what cannot be read now: it may be sound."""
     if any(one.known and not one.newer for one in found):
         return DAMAGED
     return REFUSED if found else SOUND
 
 
 def reason_of(error: HoldfastError) -> str:
-    """What is wrong and what to do, without the place, which the caller names."""
+    """Return what is wrong and what to do, without the place, which the caller names."""
     return f"{error.problem}; {error.advice}" if error.advice else error.problem
 
 
 def local_time(created: str) -> str:
-    """A manifest's time for people here. It is only text in a file: one that is no time is shown as it is."""
+    """Return the time of a manifest in the local time zone. Text that is no time is returned as it is."""
     try:
         return datetime.fromisoformat(created).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
     except (ValueError, OverflowError):
@@ -112,5 +112,5 @@ def _why(catalog: Catalog, skipped: Skipped) -> Unreadable:
 
 
 def _is_folder(catalog: Catalog) -> bool:
-    """Only a file system has empty folders; elsewhere nothing below a name means that it is not there."""
+    """Return whether the run is a folder of a file system; only those can be empty and exist."""
     return Path(catalog.storage.url).is_dir()

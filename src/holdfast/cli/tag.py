@@ -24,9 +24,9 @@ def tag(
 ) -> int:
     """Give a checkpoint a tag, or take it back.
 
-    A checkpoint with a tag is found as RUN@NAME and is never pruned. A training may go on meanwhile, and heeds it.
+    A checkpoint with a tag is found as RUN@NAME and is never pruned. The run may be in training meanwhile.
 
-    A tag has letters, digits, '.', '_' and '-', starts with a letter, and is none of the words that a selector has.
+    A tag has letters, digits, '.', '_' and '-', starts with a letter, and is no word that selectors reserve.
 
     \b
     Examples:
@@ -71,7 +71,7 @@ def _untag(catalog: Catalog, checkpoint: Checkpoint, name: str) -> None:
 
 
 def _again(checkpoint: Checkpoint, scan: Scan) -> Checkpoint:
-    """The checkpoint as it is now. A training that goes on may have removed it before it could see the tag."""
+    """Return the checkpoint as it is now. A running training may have removed it before the tag was there."""
     found = next((one for one in scan.checkpoints if one == checkpoint), None)
     if found is None:
         raise CheckpointNotFoundError(f"{checkpoint.folder} was removed meanwhile", run=checkpoint.storage.url)
@@ -79,7 +79,7 @@ def _again(checkpoint: Checkpoint, scan: Scan) -> Checkpoint:
 
 
 def _warn_of_a_later_one(checkpoint: Checkpoint, name: str, scan: Scan) -> None:
-    """A tag means the latest that has it: who gives it to an older one, too, would ask for it and get another."""
+    """Print a note if a later checkpoint has the same tag: a tag selects the latest checkpoint that has it."""
     meant = choose(scan, Selector("tag", name=name))
     if name in checkpoint.tags and meant is not None and meant != checkpoint:
         print_note(f"{meant.folder} has the tag '{name}' too, and is the later one: it is what '{name}' selects")

@@ -1,4 +1,4 @@
-"""`holdfast unlock`: free a run whose writer is gone. Knows no torch."""
+"""`holdfast unlock`: free a run whose writer has ended. Knows no torch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def unlock(
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")] = False,
 ) -> int:
-    """Free a run for the next training when the process that held it is gone.
+    """Free a run for the next training when the process that held it has ended.
 
-    A process of this machine that is gone is followed at once. One that cannot be seen from here, or whose claim is
-    damaged, is watched for a sign of life first: a minute as a rule, two at the most. One that lives is left alone.
+    If that process ran on this machine, the run is free at once. If it cannot be seen from here, or its claim is
+    damaged, the command first waits for a heartbeat: usually one minute, at most two. A live process keeps the run.
 
     Nothing that was committed is touched. Never delete the folder lease/ by hand instead: the process that held the run
     may live.

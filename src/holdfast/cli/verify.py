@@ -1,4 +1,4 @@
-"""`holdfast verify`: check checkpoints to the byte, and say what is damaged. Knows no torch."""
+"""`holdfast verify`: check checkpoints to the byte, and name what is damaged. Knows no torch."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Depth(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came out for one checkpoint. `newer`: only a newer version can read it, so nothing was checked. Where not
-    `known`: the storage cannot be read now, so nothing can be told."""
+    """The result for one checkpoint. `newer`: only a newer version can read it, so nothing was checked. Where not
+    `known`: the storage cannot be read now, so the result is unknown."""
 
     path: str
     step: int

@@ -13,7 +13,7 @@ from holdfast.errors import UnsupportedFormatError
 from holdfast.formats.source import Source
 
 if TYPE_CHECKING:
-    from holdfast.formats.export import ExportJob
+    from holdfast.formats.exporting.export import ExportJob
 
 __all__ = ["Format"]
 
@@ -22,10 +22,14 @@ class Format:
     """One format of checkpoints. Override `detects` and `open` to read it, `write` to export to it, or all of them.
 
     name: how users call it, as in `export(..., format="safetensors")`. is_folder: whether what is written is a folder.
+    weights_only: it holds the tensors of one component and no other values. takes_adapters: it holds what a `Trainable`
+    model stores, which is useless without the base.
     """
 
     name: ClassVar[str] = ""
     is_folder: ClassVar[bool] = False
+    weights_only: ClassVar[bool] = False
+    takes_adapters: ClassVar[bool] = False
 
     def detects(self, path: Path) -> bool:
         """Return whether the file or folder is of this format, from its content and not from its name. Never raises for
@@ -35,6 +39,11 @@ class Format:
     def open(self, path: Path) -> Source:
         """Open a file or folder that `detects` has recognised."""
         raise UnsupportedFormatError(f"the format '{self.name}' cannot be read")
+
+    def prepare(self, job: ExportJob) -> ExportJob:
+        """Return the job as this format writes it, with its own names for tensors, or raise what it cannot hold. Called
+        before anything is written."""
+        return job
 
     def write(self, job: ExportJob, target: Path) -> None:
         """Write the tensors of a job to a path that does not exist yet, a file or, with `is_folder`, a folder.

@@ -52,7 +52,10 @@ class OwnSource(Source):
 
     @cached_property
     def tree(self) -> Mapping[str, Any]:
-        return {tree.name: self._with_entries(self.reader.values(tree.name)) for tree in self.reader.trees}
+        return _Trees([tree.name for tree in self.reader.trees], self._decoded)
+
+    def _decoded(self, tree: str) -> Any:
+        return self._with_entries(self.reader.values(tree))
 
     def _with_entries(self, value: Any) -> Any:
         if isinstance(value, Leaf):
@@ -96,6 +99,32 @@ class OwnSource(Source):
 
     def close(self) -> None:
         self._closing.close()
+
+
+class _Trees(Mapping[str, Any]):
+    """The trees of a checkpoint by name, each decoded when it is first asked for: what an unused component holds, such
+    as a class that this program has not registered, must not matter."""
+
+    def __init__(self, names: Sequence[str], decode: Callable[[str], Any]) -> None:
+        self._names = dict.fromkeys(names)
+        self._decode = decode
+        self._decoded: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._names:
+            raise KeyError(name)
+        if name not in self._decoded:
+            self._decoded[name] = self._decode(name)
+        return self._decoded[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def is_own_location(location: object) -> bool:

@@ -20,12 +20,12 @@ ENTRY_POINT_GROUP = "holdfast.formats"
 # In the order in which they are asked. Imported when they are needed: most of them import torch.
 _BUILT_IN = {
     "holdfast": "holdfast.formats.own:OwnFormat",
-    "dcp": "holdfast.formats.dcp_folder:DCPFormat",
-    "peft": "holdfast.formats.peft:PeftFormat",
-    "hf": "holdfast.formats.huggingface:HuggingFaceFormat",
-    "safetensors": "holdfast.formats.safetensors:SafetensorsFormat",
-    "nemo": "holdfast.formats.nemo:NemoFormat",
-    "torch": "holdfast.formats.torch_file:TorchFormat",
+    "dcp": "holdfast.formats.dcp_folders.dcp_folder:DCPFormat",
+    "peft": "holdfast.formats.hub.peft:PeftFormat",
+    "hf": "holdfast.formats.hub.huggingface:HuggingFaceFormat",
+    "safetensors": "holdfast.formats.hub.safetensors:SafetensorsFormat",
+    "nemo": "holdfast.formats.nemo.nemo:NemoFormat",
+    "torch": "holdfast.formats.torch_files.torch_file:TorchFormat",
 }
 
 

@@ -36,7 +36,7 @@ class Candidate(msgspec.Struct, frozen=True, array_like=True):
         try:
             checkpoint = catalog.read(self.folder)
         except FileNotFoundError:
-            raise CorruptCheckpointError("its manifest is gone", file=self.folder) from None
+            raise CorruptCheckpointError("the manifest was removed", file=self.folder) from None
         if checkpoint.digest != self.digest:
             raise CorruptCheckpointError("this rank sees another manifest than the leader", file=self.folder)
         return catalog.annotated(checkpoint)
@@ -85,10 +85,10 @@ class Candidates:
             yield candidate
 
     def _resolve(self) -> _Choice:
-        """Choose, and claim the first one: no agreement of its own is needed for that."""
+        """Choose, and claim the first one: no further agreement is needed for that."""
         found, rejected = candidates(self._catalog, self._selector)
         for skipped in rejected:
-            logger.warning("passed over %s", skipped)
+            logger.warning("rejected %s", skipped)
         choice = _Choice(
             tuple(Candidate(checkpoint.folder, checkpoint.digest) for checkpoint in found),
             tuple((skipped.folder, skipped.reason) for skipped in rejected),

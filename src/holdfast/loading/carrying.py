@@ -108,7 +108,7 @@ def _share_out(leaves: Sequence[TensorRecord], trees: Sequence[TreeRecord], size
 def _read_tensors(
     checkpoint: Checkpoint, leaves: Sequence[TensorRecord], *, checked: bool, readers: int
 ) -> Mapping[str, torch.Tensor]:
-    # The sizes first: no memory is taken on the word of a manifest alone.
+    # The sizes first: a manifest alone is no reason to allocate memory.
     problems = check_files(checkpoint, {chunk.file for leaf in leaves for chunk in leaf.chunks})
     if not problems:
         tensors = {leaf.name: torch.empty(leaf.shape, dtype=torch_dtype(leaf.dtype)) for leaf in leaves}

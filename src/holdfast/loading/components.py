@@ -133,7 +133,7 @@ def _choose(
             "the checkpoint has no such component",
             step=checkpoint.step,
             missing=matched.absent,
-            advice=f"it has {', '.join(sorted(trees))}; LoadStrategy(on_missing='skip') goes on without",
+            advice=f"its components are {', '.join(sorted(trees))}; LoadStrategy(on_missing='skip') continues without",
         )
     return [name for name in chosen if name in trees]
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol, Self
 
 import torch
 
-from holdfast.loading.requests import PIECE_BYTES
+from holdfast.loading.requests import READ_PIECE_BYTES
 from holdfast.state.devices import ACCELERATORS, Accelerator, Accelerators, DeviceEvent
 from holdfast.state.memory import PAGE_BYTES, prefer_huge_pages
 from holdfast.state.tensors import is_host_memory
@@ -23,7 +23,7 @@ from holdfast.state.tensors import is_host_memory
 __all__ = ["SLOT_BYTES", "Carrier", "DeviceCarrier", "HostCarrier", "Ring", "Rings"]
 
 # A piece, widened to whole pages on both sides, fits into a slot.
-SLOT_BYTES = PIECE_BYTES + (64 << 10)
+SLOT_BYTES = READ_PIECE_BYTES + (64 << 10)
 
 
 class Carrier(Protocol):
@@ -38,10 +38,10 @@ class Carrier(Protocol):
         """Copy. May return before it is done; copies are done in their order."""
 
     def landed(self, source: torch.Tensor) -> torch.Tensor:
-        """The bytes in memory of their own, on the device, where any type can be seen in them."""
+        """Return the bytes in separate memory on the device, which can be viewed as any type."""
 
     def mark(self) -> Any:
-        """A point behind all copies so far."""
+        """Return a point after all copies so far."""
 
     def wait(self, mark: Any) -> None:
         """Return when every copy before the mark is done."""
@@ -167,7 +167,7 @@ class Rings:
         self._all: list[Ring] = []
 
     def of(self, device: torch.device) -> Ring:
-        """The calling thread's ring to a device."""
+        """Return the calling thread's ring to a device."""
         rings: dict[torch.device, Ring] | None = getattr(self._own, "rings", None)
         if rings is None:
             rings = self._own.rings = {}

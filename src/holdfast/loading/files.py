@@ -117,7 +117,7 @@ class ValueFiles:
         try:
             return self._values[tree.file][tree.name]
         except KeyError:
-            raise CorruptCheckpointError(f"it has no values of '{tree.name}'", file=tree.file) from None
+            raise CorruptCheckpointError(f"the file has no values of '{tree.name}'", file=tree.file) from None
 
     def require(self, name: str) -> None:
         """Raise unless a file has the size that the manifest has, before memory is taken for what it holds."""

@@ -66,7 +66,7 @@ class DeviceDigester:
             return None
 
     def digests(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """The digest of each range, an address and a size in bytes, in their order. Returns when they are there."""
+        """Return the digest of each range, an address and a size in bytes, in their order, when all are there."""
         if not ranges:
             return []
         tables = list(_tables(ranges, self._group_chunks))
@@ -101,7 +101,7 @@ class DeviceDigester:
 
 
 def _tables(ranges: Sequence[tuple[int, int]], group_chunks: int) -> Iterator[Numbers]:
-    """The table of each group of ranges, as the kernel reads it. A range that is too large is a group of its own."""
+    """Return the table of each group of ranges, as the kernel reads it. A range that is too large is one group."""
     addresses, sizes = np.array(ranges, dtype=np.int64).T
     chunks = np.maximum(-(-sizes // _CHUNK_BYTES), 1)
     ends = chunks.cumsum()

@@ -30,7 +30,7 @@ def check_guards(checkpoint: Checkpoint, live: Mapping[str, Json], strategy: Loa
     text = "; ".join(f"{name}: {old} in the checkpoint, {new} now" for name, (old, new) in wrong.items())
     if strategy.on_guard_mismatch == "warn":
         if logs:
-            logger.warning("guards differ, and are passed over on request: %s", text)
+            logger.warning("guards differ, and are ignored on request: %s", text)
         return
     raise GuardMismatchError(
         f"guards differ: {text}",

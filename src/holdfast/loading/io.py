@@ -25,7 +25,7 @@ from holdfast.errors import StorageError
 from holdfast.loading.copy_ring import Carrier, Rings
 from holdfast.loading.files import DAMAGE, Files
 from holdfast.loading.gpu_digest import DeviceDigester
-from holdfast.loading.requests import PIECE_BYTES
+from holdfast.loading.requests import READ_PIECE_BYTES
 from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.report import Problem
 from holdfast.state.memory import give_back_zeros
@@ -39,7 +39,7 @@ __all__ = ["HOST", "DeviceChecks", "Job", "OnBytes", "run_jobs"]
 
 _MAX_WORKERS = 8
 _BATCH_BYTES = 16 << 20
-# Up to this size one copy out of a slot costs less than a read of its own.
+# Up to this size one copy out of a slot costs less than a separate read.
 _SMALL_BYTES = 64 << 10
 # A gap up to this size between two jobs is read, too: that costs less than to begin another read.
 _GAP_BYTES = 64 << 10
@@ -158,7 +158,7 @@ class _Extent:
             and job.device == self.jobs[0].device
             and low >= self.low
             and low - self.high <= _GAP_BYTES
-            and high - self.low <= PIECE_BYTES
+            and high - self.low <= READ_PIECE_BYTES
         )
 
     def range_to_read(self) -> tuple[int, int]:

@@ -61,7 +61,7 @@ def _load(request: LoadRequest, catalog: Catalog, ranks: Ranks) -> Loaded | Noth
                 return attempt.loaded(verdict, rejected)
             rejected.add(candidate, attempt.opened, damage)
             if request.selector.may_fall_back and ranks.rank == 0:
-                logger.warning("%s is damaged and passed over: %s", candidate.folder, damage[0])
+                logger.warning("%s is damaged and rejected: %s", candidate.folder, damage[0])
     return rejected.nothing_left(request, catalog)
 
 
@@ -81,9 +81,9 @@ class _Attempt:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """The checkpoint, once this rank has opened it."""
+        """Return the checkpoint, once this rank has opened it."""
         if self.opened is None:
-            raise CorruptCheckpointError("its manifest could not be read", file=self._candidate.folder)
+            raise CorruptCheckpointError("the manifest could not be read", file=self._candidate.folder)
         return self.opened
 
     def match(self) -> Verdict:

@@ -133,7 +133,7 @@ def _devices_that_check(requests: Sequence[Request]) -> list[torch.device]:
 
 
 def _scattered(leaf: TensorRecord, overlap: Overlap, whole_target: torch.Tensor, once: bool) -> Iterator[Job]:
-    """What does not lie in one stretch goes some rows at a time."""
+    """Read a range that is not contiguous, some rows at a time."""
     item = leaf.item_bytes
     dtype = torch_dtype(leaf.dtype)
     chunk, inner = overlap.chunk, overlap.inner
@@ -158,7 +158,7 @@ def _copy_scattered(
     carrier: Carrier,
     source: torch.Tensor,
 ) -> None:
-    # In memory of its own: in a slot a value may lie at a place that is no multiple of its size.
+    # In separate memory: in a slot a value may lie at a place that is no multiple of its size.
     carrier.copy(target, carrier.landed(source).view(dtype).as_strided(sizes, strides))
 
 

@@ -53,7 +53,7 @@ class Leaf:
 
     @property
     def dtype(self) -> str:
-        """The name of the element type as torch spells it, such as `bfloat16`."""
+        """Return the name of the element type as torch spells it, such as `bfloat16`."""
         return self.record.dtype
 
     @property
@@ -66,7 +66,7 @@ class Leaf:
 
     @property
     def tree(self) -> str:
-        """The name of the tree that refers to this leaf."""
+        """Return the name of the tree that refers to this leaf."""
         return self.name.partition(".")[0]
 
     @property
@@ -75,7 +75,7 @@ class Leaf:
 
     @property
     def path(self) -> str:
-        """The place in its tree, such as `layers.0.weight`; empty when the component is one tensor."""
+        """Return the place in its tree, such as `layers.0.weight`; empty when the component is one tensor."""
         return self.name.partition(".")[2]
 
     def boxes(self, limit_bytes: int) -> Iterator[Box]:
@@ -102,12 +102,12 @@ class CheckpointReader:
 
     @cached_property
     def leaves(self) -> tuple[Leaf, ...]:
-        """Every tensor of the checkpoint, in the order of the manifest."""
+        """Return every tensor of the checkpoint, in the order of the manifest."""
         return tuple(map(Leaf, self.checkpoint.manifest.tensors))
 
     @property
     def trees(self) -> tuple[TreeRecord, ...]:
-        """Every tree: its component and scope, its kind ("module", "optimizer" or "values"), the class it is of."""
+        """Return every tree: its component and scope, its kind ("module", "optimizer" or "values"), and its class."""
         return self.checkpoint.manifest.trees
 
     def leaf(self, name: str) -> Leaf:
@@ -124,7 +124,7 @@ class CheckpointReader:
         except KeyError:
             known = ", ".join(sorted(self._trees))
             raise UsageError(
-                f"the checkpoint has no values of '{name}'", step=self.checkpoint.step, advice=f"it has {known}"
+                f"the checkpoint has no values of '{name}'", step=self.checkpoint.step, advice=f"its trees are {known}"
             ) from None
 
     # Values
@@ -163,7 +163,7 @@ class CheckpointReader:
         """Return the leaf that the values of a tree refer to."""
         name = paths.leaf_name(tree.name, reference)
         if name not in self._leaves:
-            raise CorruptCheckpointError("its values name a tensor that is not listed", leaf=name, file=tree.file)
+            raise CorruptCheckpointError("the values name a tensor that is not listed", leaf=name, file=tree.file)
         return self._leaves[name]
 
     # Bytes, without torch

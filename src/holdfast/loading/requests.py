@@ -14,9 +14,9 @@ from holdfast.ondisk.regions import Box, Span, span_of, whole
 from holdfast.runs.checkpoint import Checkpoint
 from holdfast.storage.blocks import Region
 
-__all__ = ["PIECE_BYTES", "Overlap", "Request", "overlaps", "pieces", "row_groups", "size_of"]
+__all__ = ["READ_PIECE_BYTES", "Overlap", "Request", "overlaps", "pieces", "row_groups", "size_of"]
 
-PIECE_BYTES = (8 << 20) - (64 << 10)
+READ_PIECE_BYTES = (8 << 20) - (64 << 10)
 """The most bytes that are read at once: widened to whole pages on both sides, they fit into a slot of `copy_ring`."""
 
 
@@ -67,7 +67,7 @@ def overlaps(request: Request, checkpoint: Checkpoint) -> Iterator[Overlap]:
 
 def pieces(region: Region, start: int, end: int) -> Iterator[tuple[int, int]]:
     """Yield a range of a region in pieces that end on block boundaries, so that no block is read twice."""
-    step = max(PIECE_BYTES // region.block_bytes, 1) * region.block_bytes
+    step = max(READ_PIECE_BYTES // region.block_bytes, 1) * region.block_bytes
     while start < end:
         stop = min((start // step + 1) * step, end)
         yield start, stop
@@ -82,7 +82,7 @@ def row_groups(box: Box, row_bytes: int, block_bytes: int) -> Iterator[Box]:
     if not box.sizes:
         yield box
         return
-    rows = max(max(PIECE_BYTES - 2 * block_bytes, PIECE_BYTES // 2) // row_bytes, 1)
+    rows = max(max(READ_PIECE_BYTES - 2 * block_bytes, READ_PIECE_BYTES // 2) // row_bytes, 1)
     for row in range(0, box.sizes[0], rows):
         size = min(rows, box.sizes[0] - row)
         yield Box((box.offsets[0] + row, *box.offsets[1:]), (size, *box.sizes[1:]))

@@ -1,6 +1,6 @@
 """Hand restored state over to the live objects, in the one right order. Fitted components enter; nothing leaves.
 
-Components with a `load_state_dict` of their own come first: that is code of the user, which may refuse, and until then
+Components with their own `load_state_dict` come first: that is code of the user, which may raise, and until then
 no tensor has changed. Then models and optimizers. The random state comes last: taking up the others may draw from it.
 """
 
@@ -60,7 +60,7 @@ def _take_up(fitted: Fitted, before: str) -> None:
         raise
     except Exception as error:
         raise StateMismatchError(
-            f"its load_state_dict raised {type(error).__name__}: {error} ({before})", component=fitted.component
+            f"load_state_dict raised {type(error).__name__}: {error} ({before})", component=fitted.component
         ) from error
 
 

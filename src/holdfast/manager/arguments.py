@@ -17,7 +17,7 @@ import numpy
 import torch
 
 from holdfast.errors import UsageError
-from holdfast.loading.strategy import LoadStrategy
+from holdfast.loading.strategy import LoadStrategy, Verify
 from holdfast.manager.triggers import Trigger
 from holdfast.ondisk.codec import MAX_DEPTH, Json, encode, is_registered
 from holdfast.ondisk.manifest import STATE_DICT_NOTE
@@ -79,7 +79,7 @@ def check_epoch(epoch: object) -> int | None:
 
 
 def plain_step(step: Any) -> Any:
-    """Return a step as an int where it is one. What is not is refused later, where all ranks are told."""
+    """Return a step as an int where it is one. What is not is refused later, on all ranks."""
     number = as_integer(step)
     return step if number is None else number
 
@@ -176,7 +176,7 @@ def check_metrics(metrics: object) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    """A loss is often still a tensor or a numpy scalar; ranking wants the number."""
+    """Return whether a metric is a number, or a tensor or array of one: a loss is often still a tensor."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and not value.is_complex() and not value.is_meta
     return isinstance(_number(value), int | float)
@@ -202,7 +202,7 @@ def reported_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return the stored form of metrics that are reported after a save. None at all is an error."""
     numbers = encoded_metrics(metrics)
     if not numbers:
-        raise UsageError(f"metrics={metrics!r:.100} says nothing", advice="give numbers by name")
+        raise UsageError(f"metrics={metrics!r:.100} has no metric", advice="give numbers by name")
     return numbers
 
 
@@ -236,7 +236,7 @@ def check_options(
     """Refuse what is not among the words that an option takes, and what is no policy."""
     one_of("mode", mode, get_args(ChosenMode))
     one_of("resume", resume, ("auto", "required", "never"))
-    one_of("verify", verify, ("full", "quick", "off"))
+    one_of("verify", verify, get_args(Verify))
     one_of("replicas", replicas, get_args(Replicas))
     check_policies(save, keep)
 
@@ -288,7 +288,7 @@ def agree_on(label: str, words: list[str]) -> None:
 
 
 Introduction = tuple[str, str, list[str], str]
-"""What a rank says when a run is opened: the run, the mode, its components' names, and what it does with replicas."""
+"""What a rank sends when a run is opened: the run, the mode, its components' names, and what it does with replicas."""
 
 
 def agree_on_run(words: list[Introduction]) -> None:

@@ -29,6 +29,7 @@ from holdfast.manager.results import SaveHandle
 from holdfast.ondisk.codec import encode
 from holdfast.ondisk.manifest import STATE_DICT_NOTE, UserMetadata
 from holdfast.ondisk.paths import check_component_name, check_step
+from holdfast.ranks.base import DEFAULT_TIMEOUT_SECONDS
 from holdfast.ranks.torch_store import torch_ranks
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.events import EventLog, Observer
@@ -52,10 +53,10 @@ class AsyncCheckpointer:
     run, mode, process_group, storage, timeout, staging_limit_bytes, on_event: as for `CheckpointManager`. Every rank
     calls the same methods in the same order. DTensors are saved as the one tensor that they are parts of; of plain
     tensors and values that several ranks have, the first one's count, and what only some ranks have is stored, too, as
-    in PyTorch's own checkpoints. A name on several meshes is an error, unless `replicas="trust"` says that they hold
+    in PyTorch's own checkpoints. A name on several meshes is an error, unless `replicas="trust"` declares them
     replicas.
 
-    In the pinned modes nothing says which optimizer changes a tensor of a plain state dict, so everything is copied in
+    In the pinned modes it is unknown which optimizer changes a tensor of a plain state dict, so everything is copied in
     the order of the training's own stream, by way of clones where the device has room for them.
     """
 
@@ -66,7 +67,7 @@ class AsyncCheckpointer:
         mode: ChosenMode = "auto",
         process_group: Any = None,
         storage: Storage | None = None,
-        timeout: float = 600.0,
+        timeout: float = DEFAULT_TIMEOUT_SECONDS,
         staging_limit_bytes: int | None = None,
         on_event: Observer | None = None,
         replicas: Replicas = "compare",
@@ -137,7 +138,7 @@ class AsyncCheckpointer:
 
     @property
     def is_pending(self) -> bool:
-        """Whether a save is under way."""
+        """Return whether a save is under way."""
         return self._saver.is_pending
 
     def poll(self) -> None:
@@ -205,7 +206,7 @@ class _Plain:
 
 
 class _Layout(msgspec.Struct, frozen=True, array_like=True):
-    """Where the keys of a state dict are stored. A dict is a component of its own; the front of a dotted key is one;
+    """Where the keys of a state dict are stored. A dict is a component; the front of a dotted key is one;
     every other key goes into one more, `loose`, which is "" where no other key is."""
 
     own: tuple[str, ...]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from holdfast.errors import CheckpointNotFoundError, UsageError
 from holdfast.loading import resolve as resolving
@@ -21,6 +21,7 @@ from holdfast.runs.report import Report
 from holdfast.runs.retention import Decision, KeepPolicy
 from holdfast.runs.selection import first_names, metric_names
 from holdfast.runs.selector import Selector
+from holdfast.runs.verify import Depth
 
 
 def resolve(run: Location, selector: str | int = "latest") -> Checkpoint:
@@ -52,20 +53,20 @@ def checkpoints(run: Location) -> list[Checkpoint]:
 def verify(
     run: Location,
     selector: str | int = "latest",
-    depth: Literal["full", "quick"] = "full",
+    depth: Depth = "full",
     *,
     on_bytes: Callable[[int], None] | None = None,
 ) -> Report:
     """Check a checkpoint against its manifest and name every damage: file, leaf and byte range."""
     meant = resolving.resolve(run, selector)
     with reading(meant.storage, meant.folder):
-        # Again: from here on nobody removes it, and a moment ago somebody may have.
+        # Again: from here on no process removes it, and before one may have.
         found = Catalog(meant.storage).find(Selector("folder", name=meant.folder))
         return verifying.verify(found, depth, on_bytes=on_bytes)
 
 
 def retention(run: Location, keep: KeepPolicy) -> list[Decision]:
-    """What a policy would keep of a run and what it would remove, each with its reasons. Does nothing."""
+    """Return what a policy would keep of a run and what it would remove, each with its reasons. Does nothing."""
     keep, catalog = _checked(keep), _whole_run(run)
     _require_metrics(keep, catalog)
     return Housekeeper(catalog, keep=keep).plan()
@@ -74,7 +75,7 @@ def retention(run: Location, keep: KeepPolicy) -> list[Decision]:
 def prune(run: Location, keep: KeepPolicy) -> list[Decision]:
     """Remove what a policy does not keep, and what abandoned attempts left. Gives what was decided.
 
-    Only where nobody writes: a run that is being trained is a RunInUseError, and its own manager prunes it.
+    A run that is being trained is a RunInUseError: its own manager prunes it.
     """
     keep, catalog = _checked(keep), _whole_run(run)
     _require_metrics(keep, catalog)
@@ -87,11 +88,11 @@ def prune(run: Location, keep: KeepPolicy) -> list[Decision]:
 
 
 def unlock(run: Location, *, force: bool = False) -> Claim | None:
-    """Free a run whose writer is gone for the next one at once, and return the claim that was in the way, if one was.
+    """Free a run whose writer has ended, and return the claim of that writer, if there was one.
 
-    A process that holds the run and lives is a `RunInUseError`; one that cannot be seen from here is watched for a sign
-    of life for as long as its claim says, two minutes at most. `force` asks nobody: that process cannot commit any
-    more, and its saves fail from then on.
+    A process that holds the run and lives is a `RunInUseError`; for one that cannot be seen from here this waits
+    for a heartbeat, for the timeout in its claim, at most two minutes. `force` takes the run from a live process: its
+    saves fail from then on.
     """
     catalog = _existing_run(run)
     found = holder(catalog.storage)
@@ -110,7 +111,7 @@ def examine(run: Location) -> list[Finding]:
 
 def mend(run: Location) -> list[Finding]:
     """Mend the records of a run as far as that is safe, and return every finding, with what was mended. No checkpoint
-    is touched. Only where nobody writes: a run that is being trained is a `RunInUseError`."""
+    is changed. A run that is being trained is a `RunInUseError`."""
     return doctor.mend(_existing_run(run))
 
 
@@ -139,8 +140,8 @@ def _checked(keep: object) -> KeepPolicy:
 
 
 def _require_metrics(keep: KeepPolicy, catalog: Catalog) -> None:
-    """A manager that keeps by a metric that no checkpoint has only warns: it may be reported late. Here it is a name
-    that was spelled wrong, and what should have been kept as the best would go."""
+    """Raise for a metric that no checkpoint has. A manager only warns of it, as it may be reported later. Here the name
+    is misspelled, and the checkpoints that should be kept as the best would be deleted."""
     if not keep.metrics:
         return
     known = metric_names([found for found in catalog.scan().checkpoints if not found.damage])
@@ -154,7 +155,7 @@ def _require_metrics(keep: KeepPolicy, catalog: Catalog) -> None:
 
 
 def build_train_state(components: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of every component as nested dicts, tensors still the live ones, in the form that is stored."""
+    """Return the state of every component as nested dicts, tensors still the live ones, in the form that is stored."""
     from holdfast.state.names import random_state_last
     from holdfast.state.state_dicts import component_state
 

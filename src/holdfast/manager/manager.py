@@ -31,7 +31,7 @@ from holdfast.manager.saves import SaveArguments, Saves, Stored
 from holdfast.manager.schedule import Pace
 from holdfast.manager.triggers import Trigger
 from holdfast.ondisk.paths import check_step
-from holdfast.ranks.base import on_leader
+from holdfast.ranks.base import DEFAULT_TIMEOUT_SECONDS, on_leader
 from holdfast.ranks.torch_store import torch_ranks
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint
@@ -46,15 +46,13 @@ from holdfast.storage.registry import storage_for
 
 __all__ = ["CheckpointManager"]
 
-_DEFAULT_TIMEOUT_SECONDS = 600.0
-
 
 class CheckpointManager:
     """Saves and restores the state of a training run.
 
     run: the folder or URL that holds the run's checkpoints.
     state: the components by name: models, optimizers, schedulers, loaders, anything with `state_dict` and
-        `load_state_dict`. `PerRank`, `Shared`, `Sharded` and `Trainable` say more about one.
+        `load_state_dict`. `PerRank`, `Shared`, `Sharded` and `Trainable` declare how one is stored.
     save: when `step` saves: `Every`, `At`, `OnLastStep`, `OnSignal`, `TimeLimit`, combined with `|`. None never does.
     keep: what stays: `KeepLast`, `KeepBest`, `KeepEvery`, `KeepTagged`, `KeepAll`, combined with `|`. None keeps all.
     mode: when `save` returns. "sync": when the checkpoint is committed. "async": when the state is copied to memory of
@@ -100,7 +98,7 @@ class CheckpointManager:
         pipeline_stage: int | None = None,
         storage: Storage | None = None,
         verify: Verify = "full",
-        timeout: float = _DEFAULT_TIMEOUT_SECONDS,
+        timeout: float = DEFAULT_TIMEOUT_SECONDS,
         staging_limit_bytes: int | None = None,
         links: bool | str | LinkTemplate = True,
         on_event: Observer | None = None,
@@ -154,8 +152,8 @@ class CheckpointManager:
 
     @property
     def should_stop(self) -> bool:
-        """Whether a signal or a time limit asks to stop, as the last `step` or `should_save` found it; the same on all
-        ranks. For loops that do not go by what `step` returns."""
+        """Return whether a signal or a time limit asks to stop, as of the last `step` or `should_save`; the same on
+        all ranks. For loops that do not use the result of `step`."""
         return self._run.pace.should_stop
 
     def step(
@@ -178,7 +176,7 @@ class CheckpointManager:
         self._lifetime.require_open()
         step = check_step(step)
         wish = self._run.pace.ask(step, check_epoch(epoch))
-        given = SaveArguments(metrics, progress, extra, guards, epoch=epoch)
+        given = SaveArguments(metrics=metrics, progress=progress, extra=extra, guards=guards, epoch=epoch)
         if wish.stop and self._run.pace.must_save_to_stop:
             self._saves.save_and_stop(step, wish.reasons, given)
             return True
@@ -211,7 +209,10 @@ class CheckpointManager:
         it, the last that was named.
         """
         self._lifetime.require_open()
-        handle = self._saves.save(step, SaveArguments(metrics, progress, extra, guards, tag, epoch, resave))
+        given = SaveArguments(
+            metrics=metrics, progress=progress, extra=extra, guards=guards, tag=tag, epoch=epoch, resave=resave
+        )
+        handle = self._saves.save(step, given)
         if wait:
             handle.wait()
         return handle
@@ -294,12 +295,12 @@ class CheckpointManager:
 
     @property
     def is_pending(self) -> bool:
-        """Whether a save is under way."""
+        """Return whether a save is under way."""
         return self._run.saver.is_pending
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """What happened on this rank, the latest last: the most recent 256 events."""
+        """Return what happened on this rank, the latest last: the most recent 256 events."""
         return tuple(self._run.saver.events.recent)
 
     def poll(self) -> None:

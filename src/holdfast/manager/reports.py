@@ -45,12 +45,12 @@ class _Waiting:
 
     @property
     def failed(self) -> bool:
-        """Whether the save failed, so that the metrics belong to no checkpoint so far."""
+        """Return whether the save failed, so that the metrics belong to no checkpoint so far."""
         return self.pending.done() and self.pending.error is not None
 
     @property
     def folder(self) -> str:
-        """The checkpoint of the save; empty as long as it is not committed."""
+        """Return the checkpoint of the save; empty as long as it is not committed."""
         return self.pending.folder if self.pending.done() and self.pending.error is None else ""
 
 
@@ -185,14 +185,14 @@ class Reports:
         step = waiting.step
         for pause in (*pauses, None):
             try:
-                said = dict(waiting.metrics)
-                self.write_now(step, said, waiting.folder)
+                reported = dict(waiting.metrics)
+                self.write_now(step, reported, waiting.folder)
             except Exception as error:
-                # Whatever it is, such as what a plug-in's storage raises: nobody else would raise it to the caller.
+                # Whatever it is, such as what a plug-in's storage raises: otherwise it would never reach the caller.
                 waiting.error = as_save_error(error, step)
             else:
                 waiting.error = None
-                self._forget(waiting, said)
+                self._forget(waiting, reported)
                 return
             if pause is not None:
                 self._pause.wait(pause)

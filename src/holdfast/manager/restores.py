@@ -14,12 +14,14 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
+import msgspec
+
 from holdfast.errors import CheckpointNotFoundError
 from holdfast.loading.pipeline import load
 from holdfast.loading.records import Loaded, LoadRequest, NothingToLoad
 from holdfast.loading.resolve import NEVER_COMMITTED, locate
 from holdfast.loading.strategy import LoadStrategy, Verify
-from holdfast.manager.arguments import RNG, on_every_rank, wanted_guards
+from holdfast.manager.arguments import RNG, agree_on, wanted_guards
 from holdfast.manager.open_run import OpenRun
 from holdfast.manager.results import RestoreResult
 from holdfast.ondisk.paths import parse_folder
@@ -38,6 +40,21 @@ __all__ = ["Resume", "Restores"]
 
 Resume = Literal["auto", "required", "never"]
 Selecting = str | int | os.PathLike[str]
+
+
+class _Asked(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank asks a restore for. selector: empty where it is a path, which may differ from rank to rank."""
+
+    strategy: str
+    selector: str
+
+
+class _Located(msgspec.Struct, frozen=True, array_like=True):
+    """What the leader found. url: of another run, empty for the manager's own."""
+
+    url: str
+    selector: str
+    explicit: bool
 
 
 class Restores:
@@ -60,11 +77,7 @@ class Restores:
         self._run.saver.drain()
         started = time.monotonic()
         chosen_strategy = strategy if strategy is not None else LoadStrategy()
-        wanted = on_every_rank(
-            self._run.ranks, "restore", lambda: wanted_guards(chosen_strategy, guards), same=repr(chosen_strategy)
-        )
-        on_leader(self._run.ranks, "look for writers", self._wait_for_writers, returns=None)
-        catalog, chosen, explicit = self._locate_together(selector)
+        catalog, chosen, explicit, wanted = self._agree(selector, chosen_strategy, guards)
         if self._resume == "never" and not explicit:
             left = on_leader(self._run.ranks, "list what is left", self._left_by_a_fresh_start, returns=tuple[str, ...])
             self._start_line(Lineage())
@@ -131,17 +144,30 @@ class Restores:
         _, chosen = locate(self._run.catalog.storage, selector)  # type: ignore[arg-type]
         return self._run.catalog, chosen, chosen.kind != "latest"
 
-    def _locate_together(self, selector: Selecting) -> tuple[Catalog, Selector, bool]:
-        """Locate on the leader, for all ranks: what a path is depends on the files that a rank sees."""
-        if not _is_path(selector):
-            return on_every_rank(self._run.ranks, "selector of restore", lambda: self._locate(selector))
+    def _agree(
+        self, selector: Selecting, strategy: LoadStrategy, guards: Mapping[str, Any] | None
+    ) -> tuple[Catalog, Selector, bool, dict[str, Any]]:
+        """Return the run, the selector in it, whether anything but this run's latest was asked for, and the guards.
 
-        def locate_on_leader() -> tuple[str, str]:
-            catalog, chosen, _ = self._locate(selector)
-            return "" if catalog is self._run.catalog else catalog.storage.url, str(chosen)
+        One agreement: every rank checks its arguments, the leader compares them, waits for saves that are still being
+        written, and looks at a path, because what a path is depends on the files that a rank sees.
+        """
+        wanted: list[dict[str, Any]] = []
 
-        url, chosen = on_leader(self._run.ranks, "path of restore", locate_on_leader, returns=tuple[str, str])
-        return Catalog(open_storage(url)) if url else self._run.catalog, parse_selector(chosen), True
+        def check() -> _Asked:
+            wanted.append(wanted_guards(strategy, guards))
+            return _Asked(repr(strategy), "" if _is_path(selector) else str(self._locate(selector)[1]))
+
+        def locate_on_leader(asked: list[_Asked]) -> _Located:
+            agree_on("the strategy of restore", [one.strategy for one in asked])
+            agree_on("the selector of restore", [one.selector or "a path" for one in asked])
+            self._wait_for_writers()
+            catalog, chosen, explicit = self._locate(selector)
+            return _Located("" if catalog is self._run.catalog else catalog.storage.url, str(chosen), explicit)
+
+        located = self._run.ranks.decide("restore", check, locate_on_leader, sends=_Asked, returns=_Located)
+        catalog = Catalog(open_storage(located.url)) if located.url else self._run.catalog
+        return catalog, parse_selector(located.selector), located.explicit, wanted[0]
 
     def _start_fresh(self, nothing: NothingToLoad, catalog: Catalog, *, explicit: bool) -> RestoreResult:
         if self._resume == "required" or explicit:

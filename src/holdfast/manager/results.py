@@ -29,20 +29,20 @@ class SaveHandle:
 
     @property
     def skipped(self) -> bool:
-        """Whether the step was committed before, so that nothing was written."""
+        """Return whether the step was committed before, so that nothing was written."""
         return self._pending.skipped
 
     def staged(self) -> bool:
-        """Whether the state is copied, so that the training may change its tensors in any way. In the pinned modes the
-        optimizers' steps wait for it by themselves."""
+        """Return whether the state is copied, so that the training may change its tensors in any way. In the pinned
+        modes the steps of the optimizers wait for it by themselves."""
         return self._pending.staged()
 
     def done(self) -> bool:
-        """Whether the save came to its end: committed, or failed, which `wait` then raises."""
+        """Return whether the save has ended: committed, or failed, which `wait` then raises."""
         return self._pending.done()
 
     def wait(self) -> Checkpoint:
-        """The committed checkpoint, as soon as it is; raises what failed.
+        """Wait for the commit and return the checkpoint, or raise the error of the save.
 
         The outcome is the same on every rank. On one that cannot read the manifest, or where retention has removed the
         checkpoint since, `step`, `folder`, `path`, `digest`, `sequence` and `size_bytes` are what the leader committed,
@@ -75,7 +75,7 @@ class SaveHandle:
 
     def _read(self, saved: Saved) -> Checkpoint:
         found = self._pending.checkpoint or self._catalog.read(saved.folder)
-        # One that was there before has what was said of it since, and by this save.
+        # One that was there before has the annotations since then, and those of this save.
         return self._catalog.annotated(found) if saved.skipped else found
 
     def __repr__(self) -> str:

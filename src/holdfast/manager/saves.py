@@ -57,9 +57,10 @@ class Stored:
         return cls(encoded_config(config), checked_assets(assets), checked_links(links), ranking)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class SaveArguments:
-    """What the caller of one save passes, unchecked."""
+    """What the caller of one save passes, unchecked: the arguments of `CheckpointManager.save`. `SaveContext` has them,
+    too. What becomes a field of the manifest is encoded in `Saves`."""
 
     metrics: Mapping[str, Any] | None = None
     progress: Mapping[str, Any] | None = None

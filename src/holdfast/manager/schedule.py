@@ -1,7 +1,7 @@
 """Decide when to save and when to stop, on all ranks alike. A step enters; the wish of the triggers leaves.
 
-What the step alone decides every rank finds for itself. Clocks and signals are the leader's word: it looks at them once
-per step and tells the others; a signal that comes to another rank is passed on to it.
+Triggers that depend on the step alone are evaluated on every rank. Clocks and signals are evaluated by the leader, once
+per step, and broadcast; a signal that comes to another rank is passed on to the leader.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _NOTHING = Wish(False, False, ())
 
 
 class _Word(msgspec.Struct, frozen=True, array_like=True):
-    """What the leader says of a step: its wish, and what asks to stop: every signal that came to any rank so far, one
-    by one, and any other reason."""
+    """The leader's message about a step: its wish, and what asks to stop: every signal that came to any rank so far,
+    and any other reason."""
 
     wish: Wish
     causes: tuple[str, ...] = ()
@@ -74,14 +74,14 @@ class Pace:
 
     @property
     def asks_leader(self) -> bool:
-        """Whether every question is one to the leader, and so has to be asked on all ranks."""
+        """Return whether every question is one to the leader, and so has to be asked on all ranks."""
         return self._by_leader is not None
 
     def ask(self, step: int, epoch: int | None) -> Wish:
-        """What the triggers want after a step. To ask about the same step again changes nothing."""
+        """Return what the triggers want after a step. To ask about the same step again changes nothing."""
         if epoch is None and self._needs_epoch:
             self._needs_epoch = False
-            logger.warning("Every(epochs=...) saves only where it is told, with epoch=, how many epochs are done")
+            logger.warning("Every(epochs=...) saves only if the number of epochs done is passed as epoch=")
         self._turn_to(step, epoch)
         wish = _NOTHING
         if self._by_step is not None:
@@ -91,24 +91,24 @@ class Pace:
         if self._by_leader is not None:
             self._pass_signals_on()
             word = self._ranks.broadcast(lambda: self._word(step, epoch))
-            said = from_msgpack(word, _Word) if word else _SILENCE
-            self._causes |= set(said.causes)
-            wish = _both(wish, said.wish)
+            message = from_msgpack(word, _Word) if word else _SILENCE
+            self._causes |= set(message.causes)
+            wish = _both(wish, message.wish)
         self.should_stop = self.should_stop or wish.stop
         return wish
 
     @property
     def must_save_to_stop(self) -> bool:
-        """Whether something that asks to stop has had no save yet, as of the last question."""
+        """Return whether something that asks to stop has had no save yet, as of the last question."""
         return not self._causes <= self._saved_causes
 
     def wants_save(self, step: int, epoch: int | None) -> bool:
-        """Whether to save after a step. What asks to stop asks for one save, however long the training goes on."""
+        """Return whether to save after a step. A reason to stop asks for one save, however long training goes on."""
         wish = self.ask(step, epoch)
         return wish.save or (wish.stop and self.must_save_to_stop)
 
     def note_start(self, epoch: int | None) -> None:
-        """A run begins, afresh or again, with so many epochs done, where that is known."""
+        """Note that a run starts or resumes, with the number of epochs done if it is known."""
         self._last_epoch, self._asked, self.epoch = epoch, None, epoch
 
     def note_fresh_start(self) -> None:
@@ -120,21 +120,21 @@ class Pace:
         self._saved_causes = self._causes
 
     def note_failure(self) -> None:
-        """The save that was to be the last one failed: what asked for it still does."""
+        """Note that the last save before a stop failed: whatever asked for it still does."""
         self._saved_causes = frozenset()
 
     def close(self) -> None:
         self._watch.close()
 
     def _turn_to(self, step: int, epoch: int | None) -> None:
-        """With the first question about a step, the epoch of the one before it becomes the last one."""
+        """Turn to a step at the first question about it: the epoch of the step before becomes the last one."""
         if self._asked is not None and self._asked[0] != step and self._asked[1] is not None:
             self._last_epoch = self._asked[1]
         self._asked = (step, epoch)
         self.epoch = epoch if epoch is not None else self.epoch
 
     def _word(self, step: int, epoch: int | None) -> bytes:
-        """The leader's: nothing, most of the time."""
+        """Return the message of the leader for this step: empty, most of the time."""
         if self._by_leader is None:
             return b""
         now = self._time.now()
@@ -157,7 +157,7 @@ class Pace:
         return msgspec.msgpack.encode(_Word(wish, tuple(sorted(causes | self._flags | self._own_signals()))))
 
     def _own_signals(self) -> frozenset[str]:
-        """Every signal that came to this rank, each as a text of its own."""
+        """Return every signal that came to this rank, each as a text."""
         counts = self._watch.counts
         return frozenset(
             f"{self._ranks.rank}/{number}/{name}" for name in list(counts) for number in range(counts[name])

@@ -22,7 +22,7 @@ __all__ = ["SignalWatch"]
 class SignalWatch:
     """Notes the signals that come to this process. Handlers that were there before are called, and put back at the
     end; what a signal does by default, such as to end the process, it does not do meanwhile. A watch that is dropped
-    without being closed is in nobody's way: the next signal does what it did before."""
+    without being closed has no further effect: the next signal does what it did before."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.counts: Counter[str] = Counter()
@@ -40,11 +40,11 @@ class SignalWatch:
 
     @property
     def received(self) -> set[str]:
-        """The names of the signals that came."""
+        """Return the names of the signals that came."""
         return set(self.counts)
 
     def close(self) -> None:
-        """Put the handlers back that were there, unless somebody has put others in their place since."""
+        """Restore the handlers that were installed before, unless others were installed since."""
         if self.is_closed:
             return
         for number, handler in self._handlers.items():
@@ -57,7 +57,7 @@ class SignalWatch:
 
 
 class _Handler:
-    """What is called when a signal comes. It does not keep its watch, which nobody may have any more."""
+    """The handler of a signal. It holds its watch by a weak reference, so that a dropped watch can end."""
 
     def __init__(self, watch: SignalWatch, previous: Any) -> None:
         self.previous = previous
@@ -81,14 +81,14 @@ class _Handler:
             self.previous(number, frame)
 
     def _do_as_before(self, number: int) -> None:
-        """Nobody asks any more, or, in a forked child, such as a data loader's worker, nobody does there: the signal
-        must end it."""
+        """Let a signal do what it did before. The watch has ended, or this is a forked child, such as a data loader's
+        worker, which the signal must end."""
         signal.signal(number, _still_wanted(self.previous))
         os.kill(os.getpid(), number)
 
 
 def _still_wanted(handler: Any) -> Any:
-    """A handler, or, of a watch that is over, what was there before that one."""
+    """Return a handler, or, for a watch that has ended, the handler that was installed before it."""
     while isinstance(handler, _Handler) and not handler.is_wanted:
         handler = handler.previous
     return handler if handler is not None else signal.SIG_DFL

@@ -1,10 +1,10 @@
-"""From bytes to the values they stand for, of a type that is said.
+"""Decode bytes to values of a given type.
 
 Every typed decode of the package is made here. msgspec keeps what it finds out about a class in the class, and shows it
 to other threads before it is complete; a thread that meets the class at that moment ends the process with a
 segmentation fault. So decoders are made one at a time, and kept.
 
-A *record* is a small JSON object that lies in a run beside the checkpoints: a lease claim, `attempt.json`, `run.json`,
+A *record* is a small JSON object in a run beside the checkpoints: a lease claim, `attempt.json`, `run.json`,
 a note, a receipt. Its bytes are not trusted: the size and the depth are bounded, and whatever is wrong with it is a
 `DamagedRecordError`. A record ends with a BLAKE3 digest of itself; one of an older version has none and is read too.
 """
@@ -110,12 +110,12 @@ def _require_shallow(data: bytes) -> None:
 
 
 def from_json(data: bytes | bytearray | memoryview | msgspec.Raw, kind: type[_Kind]) -> _Kind:
-    """The value of type `kind`; an error of msgspec's when the bytes say no such thing."""
+    """Return the value of type `kind`; raise an error of msgspec for any other bytes."""
     return json_decoder(kind).decode(data)
 
 
 def from_msgpack(data: bytes | memoryview | msgspec.Raw, kind: type[_Kind]) -> _Kind:
-    """The same from the form in which ranks talk to each other."""
+    """Return the value of type `kind` from msgpack, the form of messages between ranks."""
     decoder: msgspec.msgpack.Decoder[_Kind] | None = _msgpack.get(kind)
     if decoder is None:
         with _making:
@@ -134,7 +134,7 @@ def is_of_type(value: object, kind: object) -> bool:
 
 
 def json_decoder(kind: type[_Kind]) -> msgspec.json.Decoder[_Kind]:
-    """A decoder that any number of threads may use."""
+    """Return a decoder that any number of threads may use."""
     decoder = _json.get(kind)
     if decoder is None:
         with _making:

@@ -1,7 +1,7 @@
-"""The element types that can be stored: their size and how a safetensors file says them. Knows no torch.
+"""The element types that can be stored: their size and how a safetensors file stores them. Knows no torch.
 
 A type that safetensors cannot name is stored as one that it can, with one more dimension at the end: `complex128` as
-pairs of F64, the rarer eight-bit floats as U8. The manifest always says the true type and shape.
+pairs of F64, the rarer eight-bit floats as U8. The manifest always has the true type and shape.
 """
 
 from __future__ import annotations

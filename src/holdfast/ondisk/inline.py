@@ -30,7 +30,7 @@ def tensor_of_text(text: str) -> Any:
     # Only a run with such a tensor needs torch: the command line starts without.
     import torch
 
-    # Not getattr: torch imports modules of its own when it is asked for certain names.
+    # Not getattr: torch imports more modules when it is asked for certain names.
     known = vars(torch).get(dtype)
     if known is None:
         raise UsageError(f"this version of torch ({torch.__version__}) has no type '{dtype}'")

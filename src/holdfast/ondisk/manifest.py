@@ -36,7 +36,7 @@ Ranking = tuple[tuple[str, RankingMode], ...]
 """Metrics, each with which of its values is the best; `best` alone means the first of them."""
 
 STATE_DICT_NOTE = "dcp"
-"""The key in `extra` that says how PyTorch's keys are found again in a plain state dict. No user can give it."""
+"""The key in `extra` that records how PyTorch's keys are found again in a plain state dict. No user can give it."""
 
 IMPORT_NOTE = "import"
 """The key in `extra` under which an imported checkpoint states what of its source was taken and what was left."""
@@ -135,9 +135,9 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     """A committed checkpoint, but for its tensors. Values that may hold more than JSON can say (`metrics` ... `guards`)
     are encoded by the codec.
 
-    line: the sequence numbers of all that this one goes back to, also those that are gone, as ranges.
+    line: the sequence numbers of all that this one goes back to, also those that were removed, as ranges.
     segments: the segment of each of these ranges; `segment` is that of this checkpoint. See `holdfast.runs.lineage`.
-    epoch: how many epochs were done, where the training said so.
+    epoch: how many epochs were done, where the training reported it.
     ranking: the metrics that the training keeps the best by, each with how it ranks; `best` means the first of them.
     """
 
@@ -182,12 +182,12 @@ class ManifestHead(Body, frozen=True, kw_only=True):
     tensors: msgspec.Raw
 
     def opened(self) -> Manifest:
-        """The whole of it. What is wrong with the tensors is found here."""
+        """Return the whole manifest. What is wrong with the tensors is raised here."""
         values = {name: getattr(self, name) for name in self.__struct_fields__ if name != "tensors"}
         try:
             tensors = from_json(self.tensors, tuple[TensorRecord, ...])
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-            raise CorruptCheckpointError(f"it is no manifest: {error}") from None
+            raise CorruptCheckpointError(f"the content is no manifest: {error}") from None
         manifest = Manifest(**values, tensors=tensors)
         check_manifest(manifest)
         return manifest
@@ -211,7 +211,7 @@ _ABANDONED = b'{"holdfast_format":%d,"abandoned":' % FORMAT
 
 
 def encode_abandoned(why: dict[str, Any]) -> bytes:
-    """What is put in a manifest's place so that an attempt can never be committed any more."""
+    """Return what is put in a manifest's place so that an attempt can never be committed any more."""
     return _ABANDONED + msgspec.json.encode(why) + b"}\n"
 
 
@@ -232,7 +232,7 @@ def digest_of(data: bytes | bytearray | memoryview) -> str:
 
 
 def tensor_file_digest(header: bytes, block_digests: Iterable[str]) -> str:
-    """The digest of a tensor file: over the header and then each block's digest, in the order of the file.
+    """Return the digest of a tensor file: over the header and then each block's digest, in the order of the file.
 
     Every byte of the file enters it, and none has to be digested twice to have it.
     """
@@ -242,7 +242,7 @@ def tensor_file_digest(header: bytes, block_digests: Iterable[str]) -> str:
 
 
 def encode_manifest(manifest: Manifest) -> tuple[bytes, str]:
-    """The bytes of `manifest.json` and the digest that is the checkpoint's identity."""
+    """Return the bytes of `manifest.json` and the digest that is the checkpoint's identity."""
     body = msgspec.json.encode(manifest, order="deterministic")
     digest = digest_of(body)
     return b'{"holdfast_format":%d,"digest":"%s","manifest":%s}\n' % (FORMAT, digest.encode(), body), digest
@@ -255,11 +255,11 @@ def decode_manifest(data: bytes | bytearray) -> tuple[Manifest, str]:
 
 
 def decode_head(data: bytes | bytearray) -> tuple[ManifestHead, str]:
-    """The same, but the tensors are not looked at yet. That they are what was committed, the digest says."""
+    """Return the manifest without decoding its tensors. The digest shows that they are what was committed."""
     try:
         envelope = from_json(data, _Envelope)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise CorruptCheckpointError(f"it is no manifest: {error}") from None
+        raise CorruptCheckpointError(f"the content is no manifest: {error}") from None
     if envelope.holdfast_format > FORMAT:
         raise UnsupportedFormatError(
             f"written in format {envelope.holdfast_format}; this version reads formats up to {FORMAT}",
@@ -269,12 +269,12 @@ def decode_head(data: bytes | bytearray) -> tuple[ManifestHead, str]:
         raise CorruptCheckpointError(f"there is no format {envelope.holdfast_format}")
     # Where they lie in `data`, which the tensors' text keeps: a copy would double what a large manifest takes.
     if digest_of(memoryview(envelope.manifest)) != envelope.digest:
-        raise CorruptCheckpointError("its content does not have the digest that it states")
+        raise CorruptCheckpointError("the content does not have the digest that the manifest states")
     try:
         head = from_json(envelope.manifest, ManifestHead)
         _check_body(head)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise CorruptCheckpointError(f"it is no manifest: {error}") from None
+        raise CorruptCheckpointError(f"the content is no manifest: {error}") from None
     _require_known_types(head.tensors)
     return head, envelope.digest
 
@@ -324,7 +324,7 @@ def require_readable(manifest: Manifest, data: bytes, *, tensors: bool = True) -
 
 
 def check_manifest(manifest: Manifest, *, tensors: bool = True) -> None:
-    """Everything that a reader relies on. A manifest with a right digest can still have been made by somebody.
+    """Check everything that a reader relies on. A manifest with a right digest can still be forged.
 
     Without `tensors` they are taken on trust: by a writer that has checked the very same ones for the save before.
     """
@@ -444,7 +444,7 @@ def _check_chunk(
 
 
 def _check_ranges(file: FileRecord, ranges: list[tuple[int, int, str]]) -> None:
-    """A tensor file is its header and its chunks, back to back: no byte is outside of a digest, none in two."""
+    """Raise unless a tensor file is its header and its chunks, back to back: every byte is in exactly one digest."""
     if not file.header_bytes:
         raise CorruptCheckpointError(f"{file.name} holds tensors and has no header")
     position = file.header_bytes

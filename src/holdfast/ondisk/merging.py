@@ -49,7 +49,7 @@ def references(values: Json) -> Iterator[str]:
 
 
 def _is_nested(values: list[Json]) -> bool:
-    """Whether PyTorch's flattening goes into a list; any other is one value."""
+    """Return whether PyTorch's flattening goes into a list; any other is one value."""
     return any(
         _pairs_of(value) is not None
         or (isinstance(value, dict) and "$tensor" in value)

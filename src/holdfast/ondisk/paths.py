@@ -32,7 +32,7 @@ _UNSAFE = re.compile(r"[\x00-\x1f\x7f\\]")
 
 
 class FolderName(NamedTuple):
-    """What the name of a checkpoint's folder says: the step, and which try at it this was, from 1 on."""
+    """The name of a checkpoint's folder: the step, and the number of the attempt at it, from 1 on."""
 
     step: int
     attempt: int
@@ -46,20 +46,20 @@ class Floor(NamedTuple):
 
     @classmethod
     def of(cls, names: Iterable[str]) -> Self:
-        """The floor under which all these names lie. Names of no checkpoint's folder are passed over."""
+        """Return the floor that is above all these names. Names of no checkpoint's folder are ignored."""
         folders = [parsed for parsed in map(parse_folder, names) if parsed is not None]
         return cls.highest(cls(*folder) for folder in folders)
 
     @classmethod
     def highest(cls, floors: Iterable[Self]) -> Self:
-        """One that is as high as each of them, but for numbers of attempts that nobody reached by counting."""
+        """Return the highest of these floors. Numbers of attempts too high to be reached by counting are ignored."""
         found = list(floors)
         steps = (floor.step for floor in found)
         attempts = (floor.attempt for floor in found if floor.attempt <= MAX_COUNTED_ATTEMPT)
         return cls(max(steps, default=-1), max(attempts, default=0))
 
     def first_attempt(self, step: int) -> int:
-        """The lowest number of an attempt at a step whose name, and every one above it, is none of those below."""
+        """Return the lowest number of an attempt at a step whose name, and every higher one, is not below the floor."""
         return 1 if step > self.step else self.attempt + 1
 
 
@@ -78,7 +78,7 @@ def folder_name(step: int, attempt: int = 1) -> str:
 
 
 def parse_folder(name: str) -> FolderName | None:
-    """The inverse of `folder_name`; None for any name that it does not make."""
+    """Return the inverse of `folder_name`; None for any name that it does not make."""
     match = _FOLDER.fullmatch(name)
     if match is None:
         return None
@@ -90,7 +90,7 @@ def parse_folder(name: str) -> FolderName | None:
 
 
 def check_step(step: object) -> int:
-    """Return the step as an int, from anything that is an integer, or raise a UsageError that says what one may be."""
+    """Return the step as an int, from anything that is an integer, or raise a UsageError that names what is allowed."""
     number = as_integer(step)
     if number is None:
         raise UsageError(f"a step is an int, not {type(step).__name__} ({step!r})", advice="pass int(step)")
@@ -106,7 +106,7 @@ def as_integer(value: object) -> int | None:
     anything else, truth values included."""
     if type(value) is int:
         return value
-    # NumPy and torch have truth values of their own.
+    # NumPy and torch have their own truth values.
     if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
         return None
     try:
@@ -120,7 +120,7 @@ def tensor_file(rank: int, part: int = 0) -> str:
 
 
 def receipt_file(rank: int) -> str:
-    """What a rank says of its part of an attempt once that is durable."""
+    """Return the name of the receipt of a rank: what it wrote, once that is durable."""
     return f"rank-{rank:05d}.receipt.json"
 
 
@@ -129,7 +129,7 @@ def values_file(rank: int) -> str:
 
 
 def rank_scope(index: int) -> str:
-    """The scope of a component that each rank, or each rank of a group, has for itself."""
+    """Return the scope of a component that each rank, or each rank of a group, has for itself."""
     return f"rank-{index:05d}"
 
 
@@ -139,7 +139,7 @@ def is_rank_scope(scope: str) -> bool:
 
 
 def stage_scope(index: int) -> str:
-    """The scope of a component that belongs to one pipeline stage."""
+    """Return the scope of a component that belongs to one pipeline stage."""
     return f"stage-{index:05d}"
 
 
@@ -157,7 +157,7 @@ def key(folder: str, name: str) -> str:
 
 
 def check_component_name(name: object) -> str:
-    """A component's name becomes the front of its leaves' names, so it may not hold what separates them."""
+    """Refuse a component's name with a separator in it: it becomes the front of the names of its leaves."""
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_-]{0,99}", name):
         raise UsageError(
             f"{name!r} cannot name a component",
@@ -167,7 +167,7 @@ def check_component_name(name: object) -> str:
 
 
 def safe_relative(name: str) -> str:
-    """A relative path that stays below where it starts, or an UnsafeContentError."""
+    """Return a relative path that stays below where it starts, or an UnsafeContentError."""
     parts = name.split("/")
     bad = (
         not name

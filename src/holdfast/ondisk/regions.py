@@ -30,7 +30,7 @@ class Box(NamedTuple):
         )
 
     def overlap(self, other: Box) -> Box | None:
-        """What both cover, or None. Two scalars overlap in their one element."""
+        """Return what both cover, or None. Two scalars overlap in their one element."""
         starts = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True))
         ends = (
             min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
@@ -52,12 +52,12 @@ class Cut(NamedTuple):
 
     @property
     def shape(self) -> Shape:
-        """The shape of the whole tensor."""
+        """Return the shape of the whole tensor."""
         return tuple(n * self.places if d == self.dimension else n for d, n in enumerate(self.sizes))
 
     @property
     def box(self) -> Box:
-        """Where the shard lies in the whole tensor."""
+        """Return where the shard lies in the whole tensor."""
         return Box(tuple(n * self.place if d == self.dimension else 0 for d, n in enumerate(self.sizes)), self.sizes)
 
 
@@ -85,7 +85,7 @@ def _cut_down(box: Box, item_bytes: int, limit_bytes: int, dimension: int) -> It
 
 
 def strides_of(shape: Shape) -> Shape:
-    """The element strides of a contiguous tensor."""
+    """Return the element strides of a contiguous tensor."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -103,7 +103,7 @@ class Span(NamedTuple):
 
 
 def span_of(inner: Box, outer_sizes: Shape) -> Span:
-    """Where an inner box (offsets relative to the outer one) lies in the memory of the outer, contiguous box."""
+    """Return where an inner box (offsets relative to the outer one) lies in the memory of the outer, contiguous box."""
     strides = strides_of(outer_sizes)
     start = sum(offset * stride for offset, stride in zip(inner.offsets, strides, strict=True))
     length = sum((size - 1) * stride for size, stride in zip(inner.sizes, strides, strict=True)) + 1
@@ -111,7 +111,7 @@ def span_of(inner: Box, outer_sizes: Shape) -> Span:
 
 
 def cover_exactly(boxes: Sequence[Box], shape: Shape) -> str | None:
-    """None when the boxes tile the shape: nothing missing, nothing twice. Otherwise what is wrong."""
+    """Return None if the boxes tile the shape, with nothing missing and nothing twice; otherwise what is wrong."""
     for box in boxes:
         if not box.within(shape):
             return f"a piece at {list(box.offsets)} of size {list(box.sizes)} leaves the shape {list(shape)}"
@@ -128,7 +128,7 @@ def cover_exactly(boxes: Sequence[Box], shape: Shape) -> str | None:
 
 
 def _overlapping(boxes: Sequence[Box]) -> Box | None:
-    """The first overlap of two boxes. They are cut apart before they are compared, so that many shards stay cheap."""
+    """Return the first overlap of two boxes. They are divided before being compared, so that many shards are cheap."""
     groups = [[box for box in boxes if box.volume]]
     while groups:
         group = groups.pop()
@@ -144,7 +144,7 @@ def _overlapping(boxes: Sequence[Box]) -> Box | None:
 
 
 def _cut(boxes: list[Box]) -> list[list[Box]]:
-    """The boxes in parts between which lie planes that no box crosses; one part where there is no such plane."""
+    """Return the boxes in parts between which lie planes that no box crosses; one part where there is no such plane."""
     for dimension in range(len(boxes[0].offsets)):
         parts: list[list[Box]] = []
         end = -1

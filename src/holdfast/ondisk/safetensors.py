@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -54,31 +55,35 @@ def frame(chunks: Sequence[FramedChunk]) -> Frame:
     # Larger elements first: each chunk then starts at a multiple of its element's size, which mapping readers need.
     # Among them small chunks first, by size: neighbours can then be moved together, thousands of them at a time.
     ordered = tuple(sorted(chunks, key=lambda chunk: (-chunk.kind.alignment, min(chunk.size_bytes, SMALL_BYTES))))
-    entries: dict[str, object] = {"__metadata__": _notes(ordered)}
+    entries = [(chunk.leaf, chunk.kind, chunk.box.sizes) for chunk in ordered]
+    header, size_bytes = encode_header(entries, _notes(ordered))
+    starts = accumulate((chunk.size_bytes for chunk in ordered), initial=len(header))
+    return Frame(header, ordered, tuple(starts)[:-1], size_bytes)
+
+
+def encode_header(
+    entries: Sequence[tuple[str, ElementType, tuple[int, ...]]], notes: Mapping[str, str]
+) -> tuple[bytes, int]:
+    """Return the header of a file that holds tensors of these names, types and shapes one after the other, and the size
+    of the whole file."""
+    listed: dict[str, object] = {"__metadata__": notes}
     position = 0
-    relative = []
-    for chunk in ordered:
-        kind = chunk.kind
-        end = position + chunk.size_bytes
-        entries[chunk.leaf] = {
-            "dtype": kind.code,
-            "shape": kind.stored_shape(chunk.box.sizes),
-            "data_offsets": (position, end),
-        }
-        relative.append(position)
+    for name, kind, shape in entries:
+        end = position + math.prod(shape) * kind.item_bytes
+        listed[name] = {"dtype": kind.code, "shape": kind.stored_shape(shape), "data_offsets": (position, end)}
         position = end
-    header = _padded(msgspec.json.encode(entries))
+    header = _padded(msgspec.json.encode(listed))
     if len(header) > MAX_HEADER_BYTES:
         raise UsageError(
-            f"the names of {len(ordered)} tensors make a header of {len(header):,} bytes, over the limit of "
+            f"the names of {len(entries)} tensors make a header of {len(header):,} bytes, over the limit of "
             f"{MAX_HEADER_BYTES:,}",
             advice="give the tensors shorter names",
         )
-    return Frame(header, ordered, tuple(len(header) + start for start in relative), len(header) + position)
+    return header, len(header) + position
 
 
 def _notes(chunks: Sequence[FramedChunk]) -> dict[str, str]:
-    """The note that lets PyTorch's own reader put shards together. It wants every key of the file in it."""
+    """Return the note that lets PyTorch's own reader put shards together. It wants every key of the file in it."""
     offsets = {chunk.leaf: {"saved_offsets": chunk.kind.stored_offsets(chunk.box.offsets)} for chunk in chunks}
     return {
         "format": "pt",
@@ -95,7 +100,7 @@ def _padded(text: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class HeaderEntry:
-    """What a header says of one tensor: the stored type and shape, and its bytes' absolute place."""
+    """One tensor in a header: the stored type and shape, and the absolute offsets of its bytes."""
 
     code: str
     shape: tuple[int, ...]
@@ -113,7 +118,7 @@ class _RawEntry(msgspec.Struct, frozen=True):
 
 
 def header_length(first_bytes: bytes, file_bytes: int) -> int:
-    """The whole header's length, its own eight bytes counted in, checked against the file before anything is read."""
+    """Return the length of the whole header, with its first eight bytes, checked against the size of the file."""
     if len(first_bytes) != 8:
         raise CorruptCheckpointError("the file is too short for a safetensors header")
     length = 8 + int(struct.unpack("<Q", first_bytes)[0])
@@ -123,7 +128,7 @@ def header_length(first_bytes: bytes, file_bytes: int) -> int:
 
 
 def parse_header(header: bytes, file_bytes: int) -> dict[str, HeaderEntry]:
-    """Every tensor that a header lists. A header that lies about sizes or places is refused."""
+    """Return every tensor that a header lists. A header with wrong sizes or offsets is refused."""
     try:
         raw = from_json(header[8:], dict[str, msgspec.Raw])
         raw.pop("__metadata__", None)

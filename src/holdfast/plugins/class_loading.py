@@ -1,6 +1,6 @@
 """Admit a class that a config names: a dotted name enters, a class that can be called as it will be leaves.
 
-Everything that can be wrong with it is said here, before an object is made: a manager that fails at the first save has
+Everything that can be wrong with it is raised here, before an object is made: one that fails at the first save has
 lost the training up to there. Knows signatures; knows no manager.
 """
 
@@ -25,7 +25,7 @@ class Call(NamedTuple):
     keywords: tuple[str, ...] = ()
 
     def spelled(self) -> str:
-        """The arguments as a signature has them, after `self`."""
+        """Return the arguments as a signature has them, after `self`."""
         names = [self.positional] if self.positional else []
         return "".join(f", {name}" for name in [*names, *(("*", *self.keywords) if self.keywords else ())])
 
@@ -34,7 +34,7 @@ class Call(NamedTuple):
 
 
 def named_class(name: str, *allowed: Sequence[str] | None) -> type:
-    """The class of this name, "package.module.Class", when every list of packages allows it. None allows any."""
+    """Return the class "package.module.Class" if every list of packages allows it. A list of None allows any."""
     module, _, last = name.rpartition(".")
     if not module or not is_dotted_name(name):
         raise UsageError(f"manager_class={name!r} is no name of a class", advice="write it as package.module.Class")
@@ -45,7 +45,7 @@ def named_class(name: str, *allowed: Sequence[str] | None) -> type:
 
 
 def check_class(cls: type, calls: Mapping[str, Call], keywords: Sequence[str]) -> None:
-    """Refuse a class whose methods cannot be called as `calls` says, or that cannot be built from a config and the
+    """Refuse a class whose methods cannot be called as `calls` describes, or that cannot be built from a config and the
     keywords."""
     for name, call in calls.items():
         _check_method(cls, name, call)
@@ -90,7 +90,7 @@ def _imported(module: str, name: str) -> Any:
                 "sys.path",
                 name=missing,
             ) from None
-        # The module is there and failed: its own error says more than any of ours.
+        # The module is there and failed: its own error is the useful one.
         error.add_note(f"This came up while '{module}' was imported for manager_class={name!r}.")
         raise
 
@@ -136,7 +136,7 @@ def _check_method(cls: type, name: str, call: Call) -> None:
 
 
 def _as_called(cls: type, found: Any) -> tuple[Any, tuple[None, ...]]:
-    """What is called for an attribute of a class, and, as None, the `self` that it gets in front, if it does."""
+    """Return what is called for an attribute of a class, and the `self` that is passed first, as None, if one is."""
     if isinstance(found, staticmethod | classmethod):
         return found.__get__(None, cls), ()
     if isinstance(found, functools.partialmethod):

@@ -10,11 +10,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from msgspec import Meta
 
 from holdfast.errors import UsageError
+from holdfast.loading.strategy import Verify
 from holdfast.plugins.config_files import TOML_SUFFIXES, YAML_SUFFIXES, is_path, parse_toml, parse_yaml, read_text
 from holdfast.plugins.config_values import (
     BOOLEAN,
@@ -28,29 +29,30 @@ from holdfast.plugins.config_values import (
     shown,
 )
 from holdfast.plugins.policy_data import PLACES, keep_policy, made, plain_keep, plain_save, save_policy
+from holdfast.ranks.base import DEFAULT_TIMEOUT_SECONDS
 from holdfast.runs.link_names import LinkTemplate
 
 __all__ = ["CheckpointConfig"]
 
 MODES = ("auto", "sync", "async", "async_pinned", "async_device")
 RESUMES = ("auto", "required", "never")
-VERIFIES = ("full", "quick", "off")
+VERIFIES = get_args(Verify)
 REPLICAS = ("compare", "trust")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """What a checkpoint manager is built from. Checked when it is made, never changed, and free to be subclassed.
+    """The settings of a checkpoint manager. Checked when it is made, never changed, and free to be subclassed.
 
     manager_class: the class to build, as "package.module.Class"; None takes the built-in one.
     run: the folder or URL of the run.
-    save, keep: policies, or plain data that says the same, such as `{"every_steps": 500}` and `{"last": 3}`; they are
+    save, keep: policies, or the same as plain data, such as `{"every_steps": 500}` and `{"last": 3}`; they are
         policies once the config is made.
     mode, resume, verify, timeout, staging_limit_bytes, rng, links, replicas: as for `CheckpointManager`.
     allowed_packages: the packages that `manager_class` may come from; None allows any. It can narrow what the program
         allows, and cannot widen it.
 
-    A subclass adds fields of its own, and calls `super().__post_init__()` where it has a `__post_init__`.
+    A subclass adds fields, and calls `super().__post_init__()` where it has a `__post_init__`.
     """
 
     manager_class: str | None = None
@@ -59,8 +61,8 @@ class CheckpointConfig:
     keep: Any = None
     mode: Literal["auto", "sync", "async", "async_pinned", "async_device"] = "auto"
     resume: Literal["auto", "required", "never"] = "auto"
-    verify: Literal["full", "quick", "off"] = "full"
-    timeout: float = 600.0
+    verify: Verify = "full"
+    timeout: float = DEFAULT_TIMEOUT_SECONDS
     staging_limit_bytes: int | None = None
     rng: bool = True
     links: bool | str | LinkTemplate = True

@@ -27,11 +27,11 @@ def read_text(file: str) -> str:
     try:
         return Path(file).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise KeyMissingError("there is no such config", file=file, advice="check the path") from None
+        raise KeyMissingError("the config file does not exist", file=file, advice="check the path") from None
     except OSError as error:
         raise StorageError.of(error, "reading the config", file=file) from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"it is no text in UTF-8: {error}", file=file) from None
+        raise UsageError(f"the file is no text in UTF-8: {error}", file=file) from None
 
 
 def parse_toml(text: str) -> Any:

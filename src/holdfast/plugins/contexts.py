@@ -1,16 +1,17 @@
-"""What a framework tells an injected manager: one value per call, checked when it is made, never changed."""
+"""The arguments of a checkpoint manager's methods: one value per call, checked when it is made, never changed."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from holdfast.errors import UsageError
 from holdfast.loading.strategy import OPTIMIZERS, LoadStrategy
 from holdfast.manager.arguments import check_metrics
+from holdfast.manager.saves import SaveArguments
 from holdfast.ondisk.paths import check_component_name, check_step
 from holdfast.runs.selector import check_tag, parse_selector
 
@@ -20,22 +21,16 @@ Purpose = Literal["resume", "warm_start", "adapter", "inference"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SaveContext:
+class SaveContext(SaveArguments):
     """A step that was done.
 
     state: the components by name; None stands for those that the manager was built with.
     epoch: for policies that count epochs. What should come back with a resume belongs into `progress`.
-    metrics, progress, extra, guards, tag, wait: as for `CheckpointManager.save`.
+    metrics, progress, extra, guards, tag, resave, wait: as for `CheckpointManager.save`.
     """
 
     step: int
     state: Mapping[str, Any] | None = None
-    epoch: int | None = None
-    metrics: Mapping[str, Any] | None = None
-    progress: Mapping[str, Any] | None = None
-    extra: Mapping[str, Any] | None = None
-    guards: Mapping[str, Any] | None = None
-    tag: str | None = None
     wait: bool = False
 
     def __post_init__(self) -> None:
@@ -49,8 +44,14 @@ class SaveContext:
             raise UsageError(f"epoch={epoch!r:.100}", advice="give the epoch's number, from 0 on")
         if self.tag is not None:
             check_tag(self.tag)
-        if not isinstance(self.wait, bool):
-            raise UsageError(f"wait={self.wait!r:.100}", advice="use True or False")
+        for name in ("resave", "wait"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name}={getattr(self, name)!r:.100}", advice="use True or False")
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of `CheckpointManager.save` by name, without the step and `wait`."""
+        return {field.name: getattr(self, field.name) for field in fields(SaveArguments)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ class LoadContext:
     state: the components by name; None stands for those that the manager was built with.
     selector: which checkpoint: `latest`, `best:val_loss`, `500`, a tag.
     source: another run or the path of a checkpoint; None is the manager's own run.
-    strategy: a `LoadStrategy` of one's own, within what the purpose allows, or plain data that makes one, such as
+    strategy: a `LoadStrategy`, within what the purpose allows, or plain data that makes one, such as
         `{"rename": {"old.*": "new.*"}, "cast": True}`. guards: as for `CheckpointManager.restore`.
     """
 
@@ -85,7 +86,7 @@ class LoadContext:
 
     @property
     def is_explicit(self) -> bool:
-        """Whether anything but the latest of the manager's own run was asked for."""
+        """Return whether anything but the latest of the manager's own run was asked for."""
         return self.source is not None or parse_selector(self.selector).kind != "latest"
 
     @property
@@ -133,12 +134,12 @@ class LoadContext:
         object.__setattr__(self, "strategy", strategy)
         if strategy.progress and self.purpose != "resume":
             raise UsageError(
-                f"purpose='{self.purpose}' starts at step 0, and the strategy says progress=True",
+                f"purpose='{self.purpose}' starts at step 0, and the strategy has progress=True",
                 advice="use LoadStrategy(progress=False, ...), or purpose='resume'",
             )
         if not strategy.progress and self.purpose == "resume":
             raise UsageError(
-                "purpose='resume' goes on at the saved step, and the strategy says progress=False",
+                "purpose='resume' continues at the saved step, and the strategy has progress=False",
                 advice="use another purpose, such as 'warm_start'",
             )
         if self.purpose in ("adapter", "inference") and OPTIMIZERS in (strategy.only or ()):

@@ -208,7 +208,7 @@ def _spell_trigger(trigger: Any) -> tuple[str, Any]:
 
 
 def _in_seconds(seconds: float) -> str:
-    """Return a text that says a duration exactly."""
+    """Return the exact text of a duration."""
     whole = int(seconds)
     if whole != seconds:
         return f"{Decimal(repr(seconds)):f}s"

@@ -1,8 +1,8 @@
-"""Inject a manager of one's own: a config enters, an object that meets the protocol leaves.
+"""Make the checkpoint manager that a config names: a config enters, an object that meets the protocol leaves.
 
-A framework calls the seven methods of `CheckpointManagerProtocol`, each with one context. Which class stands behind
-them is the config's word. The built-in class comes through the same door as any other, and uses the public surface of
-`CheckpointManager` alone.
+A framework calls the seven methods of `CheckpointManagerProtocol`, each with one context. The config names the class
+that implements them. The built-in class is made in the same way as any other, and uses only the public methods of
+`CheckpointManager`.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ __all__ = [
 
 
 class SaveHandleProtocol(Protocol):
-    """What a save gives back. `SaveHandle` is one."""
+    """The result of a save. `SaveHandle` is one."""
 
     step: int
 
     def done(self) -> bool:
-        """Whether the save came to its end, committed or failed."""
+        """Return whether the save has ended, committed or failed."""
 
     def wait(self) -> Any:
-        """The committed checkpoint, as soon as it is; raises what failed."""
+        """Wait for the commit and return the checkpoint, or raise the error of the save."""
 
 
 @runtime_checkable
 class CheckpointManagerProtocol(Protocol):
-    """What a framework asks of a checkpoint manager. Every method is called on all ranks, in the same order."""
+    """The methods that a framework calls, each of them on all ranks, in the same order."""
 
     @abstractmethod
     def save(self, context: SaveContext, /) -> SaveHandleProtocol:
@@ -64,11 +64,11 @@ class CheckpointManagerProtocol(Protocol):
 
     @abstractmethod
     def should_save(self, context: SaveContext, /) -> bool:
-        """Whether the context's step is one to save. Changes nothing."""
+        """Return whether to save at the context's step. Changes nothing."""
 
     @abstractmethod
     def should_load(self, context: LoadContext, /) -> bool:
-        """Whether there is something that `load` has to load, or to report as missing. Changes nothing."""
+        """Return whether `load` has something to load, or to report as missing. Changes nothing."""
 
     @abstractmethod
     def load_weights(self, context: LoadContext, /) -> RestoreResult:
@@ -76,7 +76,7 @@ class CheckpointManagerProtocol(Protocol):
 
     @abstractmethod
     def read_config(self, context: LoadContext, /) -> Any:
-        """The configuration that is stored with the selected checkpoint. Loads nothing."""
+        """Return the configuration that is stored with the selected checkpoint. Loads nothing."""
 
     @abstractmethod
     def finalize_async_saves(self, *, blocking: bool = True, terminate: bool = False) -> None:
@@ -139,24 +139,15 @@ class HoldfastManager:
     def save(self, context: SaveContext) -> SaveHandle:
         """Save the manager's components. The context's `state`, when there is one, must be them."""
         self._check_own(context.state)
-        return self.manager.save(
-            context.step,
-            metrics=context.metrics,
-            progress=context.progress,
-            extra=context.extra,
-            guards=context.guards,
-            tag=context.tag,
-            epoch=context.epoch,
-            wait=context.wait,
-        )
+        return self.manager.save(context.step, wait=context.wait, **context.arguments)
 
     def should_save(self, context: SaveContext) -> bool:
-        """Whether the config's `save` asks for a save at this step."""
+        """Return whether the config's `save` asks for a save at this step."""
         return self.manager.should_save(context.step, epoch=context.epoch, metrics=context.metrics)
 
     @property
     def should_stop(self) -> bool:
-        """Whether a signal or a time limit asks to stop, as the last `should_save` found it. Not of the protocol."""
+        """Return whether a signal or a time limit asks to stop, as of the last `should_save`. Not in the protocol."""
         return self.manager.should_stop
 
     def load(self, context: LoadContext) -> RestoreResult:
@@ -165,8 +156,8 @@ class HoldfastManager:
         return self._load(context, kinds)
 
     def should_load(self, context: LoadContext) -> bool:
-        """Whether a resume would find a checkpoint. What was asked for by name, or for any other purpose, is always to
-        be loaded: if it is not there, `load` says so, where a False would start afresh without a word."""
+        """Return whether a resume would find a checkpoint. True for everything that is asked for by name or for another
+        purpose: if it is missing, `load` raises, where a False would start from scratch silently."""
         if context.is_explicit or context.purpose != "resume":
             return True
         return self.manager.should_load()
@@ -181,7 +172,7 @@ class HoldfastManager:
         return self._load(context, (MODULES,))
 
     def read_config(self, context: LoadContext) -> Any:
-        """The configuration that is stored with the selected checkpoint."""
+        """Return the configuration that is stored with the selected checkpoint."""
         if context.source is not None:
             return resolve(context.source, context.selector).config
         # What is under way may be the latest, which is asked for.
@@ -244,11 +235,13 @@ class HoldfastManager:
         return all(self._state.get(name) is component for name, component in state.items())
 
     def _check_known(self, state: Mapping[str, Any] | None) -> None:
-        """A resume and a save are of the components that the manager was built with."""
+        """Refuse components that the manager was not built with: a resume and a save are of its own."""
         for name, component in (state or {}).items():
             if name not in self._state:
                 raise UsageError(
-                    "the manager was not built with it", component=name, advice=f"it has {', '.join(self._state)}"
+                    "the manager was not built with this component",
+                    component=name,
+                    advice=f"its components are {', '.join(self._state)}",
                 )
             if self._state[name] is not component:
                 raise UsageError(
@@ -278,7 +271,7 @@ def create_checkpoint_manager(
     assets: Sequence[str | os.PathLike[str]] = (),
     allowed_packages: Sequence[str] | None = None,
 ) -> CheckpointManagerProtocol:
-    """The manager that the config names, or the built-in one, as `manager_class(config, state=..., ...)`.
+    """Return the manager that the config names, or the built-in one, as `manager_class(config, state=..., ...)`.
 
     The config reaches the class as it is. The other arguments are those of `HoldfastManager`, and go to every class.
     allowed_packages: the packages that a config may name a class of; None allows any.
@@ -325,7 +318,7 @@ CALLS = {
 
 
 def _strategy(context: LoadContext, state: Mapping[str, Any], kinds: tuple[str, ...]) -> LoadStrategy:
-    """The context's own strategy, or the purpose's, for components of these kinds."""
+    """Return the strategy of the context, or that of its purpose, for components of these kinds."""
     strategy = context.own_strategy
     if strategy is None:
         if context.purpose == "adapter":
@@ -339,7 +332,7 @@ def _strategy(context: LoadContext, state: Mapping[str, Any], kinds: tuple[str, 
 
 
 def _is_all_trainable(state: Mapping[str, Any]) -> bool:
-    """Whether every model says itself which leaves are its adapter's. Otherwise those that both sides have are it."""
+    """Return whether every model declares which leaves are its adapter's. Otherwise those that both sides have are."""
     models = [component for name, component in state.items() if kind_of(name, component) == "module"]
     return all(isinstance(model, Trainable) for model in models)
 
@@ -354,13 +347,13 @@ def _check_weights_alone(only: Sequence[str], state: Mapping[str, Any]) -> None:
 
 
 def _check_something_was_loaded(context: LoadContext, result: RestoreResult, *, run: str) -> None:
-    """Weights were asked for: a result without any would train or serve what was never loaded. Nothing has changed
-    where this raises."""
+    """Raise if no weights were loaded: the caller would train or serve weights that were never loaded. Nothing has
+    changed if this raises."""
     if result.checkpoint is None:
         raise CheckpointNotFoundError(
             f"there is no checkpoint to load for purpose='{context.purpose}'",
             run=run,
-            advice="name one with selector= or source=; the latest of a run with resume='never' is passed over",
+            advice="name one with selector= or source=; the latest of a run with resume='never' is not loaded",
         )
     names = [tensor.name for tensor in result.checkpoint.manifest.tensors]
     leaves = {name for name in names if _component(name) in result.restored}
@@ -374,5 +367,5 @@ def _check_something_was_loaded(context: LoadContext, result: RestoreResult, *, 
 
 
 def _component(leaf: str) -> str:
-    """The component in front of a leaf's name, without the pipeline stage that it may belong to."""
+    """Return the component in front of a leaf's name, without the pipeline stage that it may belong to."""
     return leaf.partition(".")[0].partition("@")[0]

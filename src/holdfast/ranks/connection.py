@@ -155,7 +155,7 @@ def _limit(client: Any, timeout_seconds: float) -> None:
 
 
 def _is_broken(error: Exception) -> bool:
-    """Whether the connection is at fault, and not what was asked."""
+    """Return whether the connection failed, and not the request."""
     import torch.distributed as dist
 
     return isinstance(error, dist.DistNetworkError)

@@ -95,7 +95,7 @@ class Checkpoint:
 
     @cached_property
     def known_metrics(self) -> Mapping[str, Any]:
-        """Return the metrics for whoever looks through those of several checkpoints: none, with a warning, where they
+        """Return the metrics for a comparison of several checkpoints: none, with a warning, where they
         cannot be decoded. One checkpoint that makes no sense must not stop what is about all of them."""
         try:
             return self.metrics

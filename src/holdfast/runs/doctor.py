@@ -156,7 +156,7 @@ def _attempts(catalog: Catalog, scan: Scan) -> Iterator[Finding]:
         except KeyMissingError:
             continue
         except DamagedRecordError as error:
-            # Nobody can see that its writer is gone: what closes the attempt must stay while that may still commit.
+            # Its writer may live: what closes the attempt must stay while that writer may still commit.
             needed = folder in attempts and catalog.attempts.seconds_since_closed(folder) < _WRITER_MAY_LIVE_SECONDS
             yield Finding(
                 "attempt", path, error.problem, _KEPT_RECORD if needed else remedy, damage=True, mendable=not needed
@@ -170,7 +170,7 @@ def _attempts(catalog: Catalog, scan: Scan) -> Iterator[Finding]:
 def _who(record: AttemptRecord) -> str:
     writer = record.writer
     if writer is None:
-        return "its writer is unknown"
+        return "the writer is unknown"
     seen = {True: "lives", False: "is gone", None: "cannot be seen from here"}[is_alive(writer)]
     return f"{writer}, which began it, {seen}"
 

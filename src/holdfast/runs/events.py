@@ -40,7 +40,7 @@ class Event:
     kind: of a save "started", "staged" (the training may change its tensors again; not when all is written before
         `save` returns, as in sync mode or past the staging limit), "written" (this rank's part is durable),
         "committed" (the checkpoint exists), "failed"; of a restore "fell_back" (newer checkpoints are damaged; `error`
-        names them) and "restored". The others say what happened beside these, and have no phases: "pruned" (removed, as
+        names them) and "restored". The others report what else happened, and have no phases: "pruned" (removed, as
         `keep` says), "retention_failed" (cleanup raised `error`, and is retried after the next save),
         "writer_restarted" (the writer process had ended), "orphan_committed" (a writer whose training had ended
         committed a checkpoint), "lease_lost" (this process is not the run's writer any more, or its claim was

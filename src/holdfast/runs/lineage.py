@@ -78,7 +78,7 @@ class Lineage(msgspec.Struct, frozen=True):
 
     @property
     def next_sequence(self) -> int:
-        """The lowest sequence number that the next checkpoint may have."""
+        """Return the lowest sequence number that the next checkpoint may have."""
         return self.ranges[-1][1] + 1 if self.ranges else 1
 
 

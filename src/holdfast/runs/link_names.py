@@ -4,7 +4,7 @@ leave, exactly those that make this name again. Opens nothing; what is in a reco
     LinkTemplate("{name}--{val_loss:.3f}-{step}").format({"name": "my-run", "val_loss": 0.25, "step": 100})
     'my-run--0.250-100'
 
-A field is a text when it says `:s` or is called `name`, a whole number with `:d` or `:09d`, a rounded number with
+A field is a text with `:s` or is called `name`, a whole number with `:d` or `:09d`, a rounded number with
 `:.3f`, `:.3e` or `:.3g`; without any of these it is a number as Python writes it.
 """
 
@@ -48,11 +48,11 @@ class LinkTemplate:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The names of the values that it needs, from left to right."""
+        """Return the names of the values that it needs, from left to right."""
         return tuple(field.name for field in self._fields)
 
     def format(self, values: Mapping[str, Value]) -> str:
-        """The name for these values; others may be among them. It is always one that `parse` can read."""
+        """Return the name for these values; others may be among them. It is always one that `parse` can read."""
         text = self._head + "".join(field.write(_value_of(field, values)) + field.after for field in self._fields)
         if not _is_free(text):
             raise UsageError(
@@ -64,7 +64,7 @@ class LinkTemplate:
         return text
 
     def parse(self, text: str) -> dict[str, Value] | None:
-        """The values of which `format` makes exactly this text; None when it makes no such text from any."""
+        """Return the values of which `format` makes exactly this text; None when it makes no such text from any."""
         return self._only_reading(text) if _is_free(text) else None
 
     def _only_reading(self, text: str) -> dict[str, Value] | None:
@@ -109,7 +109,7 @@ class _Field:
             raise UsageError(f"'{self.name}' is too large a number for a name") from None
 
     def read(self, text: str) -> Value | None:
-        """The value that is written like this, or None. No other spelling of it counts."""
+        """Return the value that is written like this, or None. No other spelling of it counts."""
         if self.is_text:
             return text if _is_text(text) else None
         for kind in self._kinds():
@@ -133,7 +133,7 @@ class _Field:
 
 
 def _taken_apart(template: object) -> tuple[str, tuple[_Field, ...]]:
-    """The literal text in front, and the fields."""
+    """Return the literal text in front, and the fields."""
     if not isinstance(template, str):
         raise UsageError(f"a template is a text, not of type {type(template).__name__}")
     if len(template) > MAX_NAME_CHARACTERS:
@@ -235,7 +235,7 @@ def _is_free(text: str) -> bool:
 
 
 def _readings(text: str, head: str, fields: tuple[_Field, ...]) -> list[dict[str, Value]]:
-    """Every way to read a text, up to two: with two it is known that there is not one."""
+    """Return every way to read a text, up to two: with two it is known that there is not one."""
     # The ways to read the rest of the text, by where it starts; from the last field to the first, so that the work
     # grows with the length of the text and not with the number of ways.
     rest: dict[int, list[dict[str, Value]]] = {len(text): [{}]}
@@ -259,7 +259,7 @@ def _continued(
 
 
 def _ends(text: str, start: int, after: str) -> Iterator[int]:
-    """Where a field that starts here can end: in front of each place where the literal behind it is."""
+    """Return where a field that starts here can end: in front of each place where the literal behind it is."""
     end = text.find(after, start + 1)
     while end >= 0:
         yield end

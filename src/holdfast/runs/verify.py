@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from blake3 import blake3
 
@@ -21,9 +21,9 @@ from holdfast.storage.base import Source
 from holdfast.storage.blocks import Region, check
 
 Depth = Literal["full", "quick"]
-_PIECE_BYTES = 16 << 20
+_READ_BYTES = 16 << 20
 
-# What says that a file is not what was written. Any other error of the storage says that it cannot be read now.
+# Errors that mean that a file is not what was written. Any other error means that it cannot be read now.
 _DAMAGE = (KeyMissingError, KeyDamagedError)
 
 Found = list[Problem]
@@ -40,9 +40,10 @@ def verify(
     """Check every file: that it is there and has its size, and, at full depth, each of its bytes. A storage that cannot
     be read now is a StorageError: nothing is known of the checkpoint then.
 
-    `on_bytes` is told how many more bytes were checked, from any thread. `threads` is how many there are at most.
+    `on_bytes` is called with the number of further bytes checked, from any thread. `threads` is the most
+    threads to use.
     """
-    if depth not in ("full", "quick"):
+    if depth not in get_args(Depth):
         raise UsageError(f"depth={depth!r}", advice="use 'full' or 'quick'")
     problems: list[Problem] = []
     checked = 0
@@ -113,12 +114,12 @@ def _tensor_checks(
     size = 0
     for tensor, chunk in leaves:
         region = Region(chunk.start, chunk.box.volume * tensor.item_bytes, block_bytes, chunk.digests)
-        step = max(_PIECE_BYTES // block_bytes, 1) * block_bytes
+        step = max(_READ_BYTES // block_bytes, 1) * block_bytes
         for start in range(0, region.size_bytes, step):
             end = min(start + step, region.size_bytes)
             batch.append((tensor.name, region, start, end))
             size += end - start
-            if size >= _PIECE_BYTES:
+            if size >= _READ_BYTES:
                 yield partial(_check_ranges, file, batch, source)
                 batch, size = [], 0
     if batch:
@@ -140,7 +141,7 @@ def _check_ranges(file: FileRecord, ranges: list[tuple[str, Region, int, int]], 
 def _check_header(
     file: FileRecord, leaves: list[tuple[TensorRecord, ChunkRecord]], source: Source
 ) -> tuple[Found, int]:
-    """The header must be the one that was written, and say of each tensor what the manifest says."""
+    """Check that the header is the one that was written, and that it agrees with the manifest about each tensor."""
     header = bytearray(file.header_bytes)
     try:
         source.read_into(0, memoryview(header))
@@ -173,9 +174,9 @@ def _check_header(
 
 def _check_plain(file: FileRecord, source: Source) -> tuple[Found, int]:
     state = blake3()
-    buffer = memoryview(bytearray(min(_PIECE_BYTES, file.size_bytes)))
-    for start in range(0, file.size_bytes, _PIECE_BYTES):
-        piece = buffer[: min(_PIECE_BYTES, file.size_bytes - start)]
+    buffer = memoryview(bytearray(min(_READ_BYTES, file.size_bytes)))
+    for start in range(0, file.size_bytes, _READ_BYTES):
+        piece = buffer[: min(_READ_BYTES, file.size_bytes - start)]
         source.read_into(start, piece)
         state.update(piece)
     if state.hexdigest() != file.digest:

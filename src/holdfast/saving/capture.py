@@ -35,8 +35,6 @@ from holdfast.state.tensors import (
 )
 from holdfast.state.trees import CapturedTree, CarriedTree, FrozenEntry
 
-_PIECE_BYTES = 32 << 20
-
 
 @dataclass(frozen=True, slots=True)
 class Capture:
@@ -225,6 +223,6 @@ def _digest(tree: CapturedTree, text: bytes) -> str:
         for path, tensor in tree.tensors.items():
             state.update(path.encode())
             if not is_sharded(tensor):
-                for piece in host_pieces(tensor.detach(), _PIECE_BYTES):
+                for piece in host_pieces(tensor.detach()):
                     state.update(piece)
     return state.hexdigest()

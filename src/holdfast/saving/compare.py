@@ -22,7 +22,6 @@ from holdfast.state.tensors import host_pieces, is_dense, is_host_memory, memory
 
 WINDOW_BYTES = 32 << 10
 """How much of one part a sample takes. A larger part is sampled window by window, the next one each time."""
-_PIECE_BYTES = 32 << 20
 _SLICE_BYTES = 16 << 20
 _DIGEST_BYTES = 16
 _KEPT_ROUNDS = 8
@@ -232,7 +231,7 @@ def _digest_on_host(tensors: Sequence[torch.Tensor]) -> bytes:
         if is_host_memory(tensor):
             state.update(memory_at(tensor.data_ptr(), tensor.nbytes))
         else:
-            for piece in host_pieces(tensor, _PIECE_BYTES):
+            for piece in host_pieces(tensor):
                 state.update(piece)
     return state.digest(_DIGEST_BYTES)
 

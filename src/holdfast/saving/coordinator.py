@@ -213,7 +213,7 @@ class Coordinator:
 
     @property
     def lease(self) -> int:
-        """The number under which this process writes; 0 as long as it does not."""
+        """Return the number under which this process writes; 0 as long as it does not."""
         return self._lease.number if self._lease is not None else 0
 
     def hold_run(self) -> None:

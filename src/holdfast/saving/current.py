@@ -40,7 +40,7 @@ class CurrentSave:
 
     @property
     def is_inherited(self) -> bool:
-        """Whether this process is a forked child, which has no part in what its parent saves."""
+        """Return whether this process is a forked child, which has no part in what its parent saves."""
         return self.owner != os.getpid()
 
     @property
@@ -90,7 +90,7 @@ class CurrentSave:
 
     @property
     def unreported_error(self) -> HoldfastError | None:
-        """The failure of the last save, as long as it was not raised."""
+        """Return the failure of the last save, as long as it was not raised."""
         pending = self.latest
         return pending.error if pending is not None and pending.done() and not pending.reported else None
 

@@ -15,7 +15,6 @@ from holdfast.errors import UsageError
 from holdfast.ondisk import paths
 from holdfast.ondisk.codec import Json
 from holdfast.ondisk.files import Pieces, PlainFile, TensorFile
-from holdfast.ondisk.manifest import BLOCK_BYTES
 from holdfast.ondisk.regions import whole
 from holdfast.ondisk.safetensors import Frame, FramedChunk, frame
 from holdfast.saving.capture import Capture
@@ -26,7 +25,7 @@ from holdfast.state.tensors import source_of
 MAX_FILE_BYTES = 4 << 30
 # A header may have 100 MB, by safetensors' own rule; names of leaves have at most 1024 characters and are stored twice.
 MAX_FILE_CHUNKS = 40_000
-_PIECE_BYTES = 32 * BLOCK_BYTES
+_ASSET_READ_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +59,7 @@ def lay_out(inventory: Inventory, assignment: WriteAssignment, *, rank: int) -> 
 
 def with_sources(files: Sequence[FileLayout], memory: Sequence[Any]) -> list[TensorFile]:
     """Return the files with the sources of their bytes: the memory of each part of the inventory."""
-    return [
-        TensorFile(file.name, file.frame, [source_of(memory[part], _PIECE_BYTES) for part in file.parts])
-        for file in files
-    ]
+    return [TensorFile(file.name, file.frame, [source_of(memory[part]) for part in file.parts]) for file in files]
 
 
 def streamed_files(sources: Mapping[FramedChunk, Pieces], *, rank: int) -> list[TensorFile]:
@@ -134,5 +130,5 @@ def asset_files(assets: Sequence[Path]) -> list[PlainFile]:
 
 def _pieces_of_file(path: Path) -> Iterator[memoryview]:
     with path.open("rb") as file:
-        while piece := file.read(_PIECE_BYTES):
+        while piece := file.read(_ASSET_READ_BYTES):
             yield memoryview(piece)

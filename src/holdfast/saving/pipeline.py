@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from holdfast.errors import HoldfastError, UsageError
-from holdfast.ranks.base import Ranks
+from holdfast.ranks.base import DEFAULT_TIMEOUT_SECONDS, Ranks
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.events import EventLog
 from holdfast.saving.agreement import AgreedSave, Agreement, Prepared
@@ -68,7 +68,7 @@ class Saver:
         *,
         mode: ChosenMode = "auto",
         staging_limit_bytes: int | None = None,
-        timeout_seconds: float = 600.0,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         events: EventLog | None = None,
         replicas: Replicas = "compare",
     ) -> None:
@@ -192,7 +192,7 @@ class Saver:
 
     @property
     def pending(self) -> PendingSave | None:
-        """The save that is under way, or the last one."""
+        """Return the save that is under way, or the last one."""
         return self._current.latest
 
     @property
@@ -233,7 +233,7 @@ class Saver:
 
     @property
     def lease(self) -> int:
-        """The number under which this process writes to the run; 0 as long as it has not."""
+        """Return the number under which this process writes to the run; 0 as long as it has not."""
         return self._coordinator.lease
 
     def hold_run(self) -> None:
@@ -242,14 +242,14 @@ class Saver:
 
     @property
     def is_inherited(self) -> bool:
-        """Whether this process is a forked child, which has no part in what its parent saves."""
+        """Return whether this process is a forked child, which has no part in what its parent saves."""
         return self._current.is_inherited
 
     def require_own_process(self) -> None:
         """Raise in a forked child."""
         if self.is_inherited:
             raise UsageError(
-                f"it was built in process {self._current.owner}, from which this one was forked",
+                f"the manager was built in process {self._current.owner}, from which this one was forked",
                 run=self._url,
                 advice="save in that process",
             )

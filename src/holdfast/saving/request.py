@@ -16,13 +16,12 @@ from holdfast.state.trees import CarriedTree
 
 __all__ = ["COMPARED_ARGUMENTS", "SaveRequest", "argument_digests"]
 
+# They are arguments of the manager, not of a save.
+_OF_THE_MANAGER = frozenset({"config", "ranking"})
+_ARGUMENT_NAMES = {"tags": "tag"}
+
 COMPARED_ARGUMENTS = {
-    "metrics": "metrics",
-    "progress": "progress",
-    "extra": "extra",
-    "guards": "guards",
-    "tag": "tags",
-    "epoch": "epoch",
+    _ARGUMENT_NAMES.get(field, field): field for field in UserMetadata.__struct_fields__ if field not in _OF_THE_MANAGER
 }
 """The arguments of a save of which rank 0's are stored, each with its field of the metadata."""
 
@@ -51,6 +50,6 @@ def argument_digests(metadata: UserMetadata) -> tuple[str, ...]:
 def _digest(name: str, value: Any) -> str:
     if name == "metrics":
         value = sorted(value)
-    if value is None or value in ((), [], {}):
+    if value is None or value in ((), [], {}, ""):
         return ""
     return blake3(msgspec.json.encode(value, order="sorted")).hexdigest(length=8)

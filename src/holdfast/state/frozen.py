@@ -18,7 +18,7 @@ from holdfast.state.wrappers import Trainable
 
 
 def take_frozen(components: Mapping[str, Any], *, anew: bool = False) -> tuple[FrozenEntry, ...]:
-    """The fingerprint of every parameter that a `Trainable` component leaves out; `anew` trusts no earlier reading."""
+    """Return the fingerprint of every parameter that a `Trainable` leaves out; `anew` ignores earlier results."""
     if anew:
         _fingerprints.clear()
     entries = []
@@ -50,7 +50,7 @@ _fingerprints = WeakIdKeyDictionary()
 
 
 def frozen_guards(entries: Iterable[FrozenEntry]) -> dict[str, str]:
-    """One guard per component with a frozen base, the same however the base is sharded."""
+    """Return one guard per component with a frozen base, the same however the base is sharded."""
     # Replicas count once; where they differ, each counts, so that one rank with another base is found.
     pieces: dict[str, dict[tuple[str, str, tuple[int, ...], Box], set[int]]] = {}
     for entry in entries:

@@ -14,7 +14,7 @@ PAGE_BYTES = mmap.PAGESIZE
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """The chains make many small records and no cycles, and a collection over a training's whole heap is slow."""
+    """Pause the garbage collector: the work makes many small records and no cycles, and a collection is slow."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -25,7 +25,7 @@ def collector_paused() -> Iterator[None]:
 
 
 def prefer_huge_pages(address: int, size_bytes: int) -> None:
-    """Ask for large pages under memory that nobody has touched yet: to fill small ones takes twice as long.
+    """Ask for large pages for memory that is not in use yet: to fill small ones takes twice as long.
 
     The range is widened to whole pages: neighbours that all ask for it then share the large pages between them.
     """

@@ -24,17 +24,17 @@ _WRAPPER_PARTS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_modu
 
 
 def is_stateful_loader(component: Any) -> bool:
-    """Whether this is torchdata's `StatefulDataLoader`, which need not be installed."""
+    """Return whether this is torchdata's `StatefulDataLoader`, which need not be installed."""
     return any(base.__name__ == "StatefulDataLoader" for base in type(component).__mro__)
 
 
 def unwrap(component: Any) -> Any:
-    """The user's own object, without what says how to keep it."""
+    """Return the user's own object, without the wrapper that declares how to store it."""
     return component.component if isinstance(component, PerRank | Shared | Sharded | Trainable) else component
 
 
 def random_state_last(components: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The components in the order in which state is taken or given back.
+    """Return the components in the order in which state is taken or given back.
 
     The random state comes last, because the others may draw from it: a loader that has no iterator yet does so when it
     is asked for its state.
@@ -43,7 +43,7 @@ def random_state_last(components: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def kind_of(name: str, component: Any) -> TreeKind:
-    """What a component is, or a UsageError for something that has no state to keep."""
+    """Return what a component is, or a UsageError for something that has no state."""
     inner = unwrap(component)
     if isinstance(inner, torch.nn.Module):
         return "module"
@@ -60,7 +60,7 @@ def holds_state(component: Any) -> bool:
 
 
 def has_torch_layout(name: str, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer's state dict is laid out as PyTorch's are, so that its state can go by parameters' names.
+    """Return whether an optimizer's state dict is laid out as PyTorch's are, so that its state can go by names.
 
     It is asked once, and stays so: a component is of the same kind at every save.
     """
@@ -86,7 +86,7 @@ _layouts = WeakIdKeyDictionary()
 
 
 def _is_torch_layout(optimizer: torch.optim.Optimizer, packed: Any) -> bool:
-    """Whether `state` goes by the parameters' numbers and `param_groups` lists them in the optimizer's own order."""
+    """Return whether `state` goes by the parameters' numbers and `param_groups` lists them in order."""
     if not isinstance(packed, Mapping) or not isinstance(packed.get("state"), Mapping):
         return False
     groups = packed.get("param_groups")
@@ -114,7 +114,7 @@ def refuse_flat_parameters(name: str, component: Any) -> None:
 
 
 def scope_of(component: Any, *, rank: int, size: int, pipeline_stage: int | None) -> str | None:
-    """Which ranks share this component's state; None when only comparing their states can tell."""
+    """Return which ranks share this component's state; None if their states must be compared to find out."""
     if isinstance(component, PerRank):
         return rank_scope(component.place(rank, size)[0])
     if isinstance(component, RNGState) or is_loader(component):
@@ -122,7 +122,7 @@ def scope_of(component: Any, *, rank: int, size: int, pipeline_stage: int | None
     if isinstance(component, Shared):
         return ""
     inner = unwrap(component)
-    # With a layout of its own it is like any other object: only comparing tells whether the ranks share its state.
+    # With another layout it is like any other object: only comparing shows whether the ranks share its state.
     if isinstance(inner, torch.optim.Optimizer) and not has_torch_layout("", inner):
         return None
     if isinstance(inner, torch.nn.Module | torch.optim.Optimizer):
@@ -131,7 +131,7 @@ def scope_of(component: Any, *, rank: int, size: int, pipeline_stage: int | None
 
 
 def scopes_in_world(component: Any, *, rank: int, size: int) -> tuple[int, int]:
-    """This rank's index among the states of a per-rank component, and how many there are."""
+    """Return this rank's index among the states of a per-rank component, and how many there are."""
     return component.place(rank, size) if isinstance(component, PerRank) else (rank, size)
 
 
@@ -191,7 +191,7 @@ def _way_of_keeping(component: Any, pipeline_stage: int | None) -> object:
 
 
 def parameter_names(module: torch.nn.Module) -> Mapping[int, str]:
-    """Each parameter's name in a checkpoint, by the parameter's identity. A tied one has its first name."""
+    """Return each parameter's name in a checkpoint, by the parameter's identity. A tied one has its first name."""
     parts = _parts(module)
     for part in parts:
         # After a forward pass without a backward one FSDP still shows whole parameters, which no optimizer knows.
@@ -214,7 +214,7 @@ def _find_names(module: torch.nn.Module) -> dict[int, str]:
 
 
 def optimizer_names(optimizer: torch.optim.Optimizer, components: Mapping[str, Any], component: str) -> list[str]:
-    """The names of an optimizer's parameters, in its own order.
+    """Return the names of an optimizer's parameters, in its own order.
 
     The model is found by the identity of its parameters. An optimizer over several models has the component's name in
     front of each parameter's. In a state without any model they go by their numbers, and so do those of a `PerRank`
@@ -334,7 +334,7 @@ def _checked_dimension(leaf: str, tensor: torch.Tensor, dimension: int) -> int:
 
 
 def _parts(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """A module and all below it, each once."""
+    """Return a module and all below it, each once."""
     parts: dict[int, torch.nn.Module] = {}
     ahead: list[torch.nn.Module | None] = [module]
     while ahead:
@@ -346,7 +346,7 @@ def _parts(module: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _named_as_torch_does(parts: list[torch.nn.Module]) -> bool:
-    """Whether nothing but their shape decides about the names: a module may find its parameters in its own way."""
+    """Return whether nothing but their shape decides about the names: a module may override how they are listed."""
     base = torch.nn.Module
     kinds: set[type[torch.nn.Module]] = {type(part) for part in parts}
     return all(
@@ -355,7 +355,7 @@ def _named_as_torch_does(parts: list[torch.nn.Module]) -> bool:
 
 
 def _shape(parts: list[torch.nn.Module]) -> list[object]:
-    """All that the names of the parameters depend on: which parts and parameters there are, and under which keys."""
+    """Return all that the names of the parameters depend on: the parts and parameters, and their keys."""
     found: list[object] = []
     for part in parts:
         found += (id(part), type(part), *part._modules.keys(), *part._parameters.keys())
@@ -369,7 +369,7 @@ _known_names = WeakIdKeyDictionary()
 
 
 def clean_name(module: torch.nn.Module, raw: str) -> str:
-    """A parameter's name without the parts that DDP, torch.compile and activation checkpointing put into it."""
+    """Return a parameter's name without the parts that DDP, torch.compile and activation checkpointing put into it."""
     kept = []
     owner: Any = module
     for part in raw.split("."):

@@ -56,7 +56,7 @@ class Remembered:
     picks: tuple[int, ...]
 
     def recognise(self, state: Any) -> CapturedTree | None:
-        """The tree of a state with the same structure; None for any other."""
+        """Return the tree of a state with the same structure; None for any other."""
         found: list[torch.Tensor] = []
         values = _match(self.structure, state, self.tree, found)
         if values is _UNKNOWN or len(found) != len(self.sharing[0]):
@@ -75,7 +75,7 @@ _COLUMNS = (type, *map(attrgetter, ("dtype", "shape", "device", "layout")), torc
 
 
 def remember(tree: CapturedTree, state: Any) -> Remembered | None:
-    """What is needed to recognise the next state like this one; None for a state that is not made of plain dicts."""
+    """Return what is needed to recognise the next state like this one; None for a state that is not of plain dicts."""
     found: list[torch.Tensor] = []
     structure = _structure(state, tree.values, found)
     if not isinstance(structure, _Tensors | _Dict):
@@ -98,7 +98,7 @@ def remember(tree: CapturedTree, state: Any) -> Remembered | None:
 
 
 def _structure(state: Any, values: Json, found: list[torch.Tensor]) -> _Tensors | _Dict | _Other | None:
-    """The structure of a state, next to its encoded form; None where a tensor hides in something else."""
+    """Return the structure of a state, next to its encoded form; None where a tensor hides in something else."""
     if not _is_plain(state) or not isinstance(values, dict) or tuple(values) != tuple(state):
         return _Other() if not any(True for _ in _tensors_in(values)) else None
     if state and all(isinstance(value, torch.Tensor) for value in state.values()):
@@ -120,7 +120,7 @@ def _structure(state: Any, values: Json, found: list[torch.Tensor]) -> _Tensors 
 
 
 def _match(node: Any, state: Any, tree: CapturedTree, found: list[torch.Tensor], path: tuple[str, ...] = ()) -> Any:
-    """The values of a state that fits the structure, with ready-made text where nothing can have changed."""
+    """Return the values of a state that fits the structure, with ready-made text where nothing can have changed."""
     if isinstance(node, _Other):
         return _encoded(state, tree, path)
     if isinstance(node, _Tensors) and not node.keys:
@@ -143,7 +143,7 @@ def _match(node: Any, state: Any, tree: CapturedTree, found: list[torch.Tensor],
 
 
 def _encoded(state: Any, tree: CapturedTree, path: tuple[str, ...]) -> Any:
-    """A value that is no tensor, by the codec. One that has tensors in it by now is not what is remembered."""
+    """Return a value that is no tensor, by the codec. One that has tensors in it by now is not what is remembered."""
     seen: list[str] = []
 
     def note(name: str, tensor: Any) -> str:
@@ -155,7 +155,7 @@ def _encoded(state: Any, tree: CapturedTree, path: tuple[str, ...]) -> Any:
 
 
 def _specs(tensors: list[torch.Tensor]) -> list[Any]:
-    """All that must be the same about each tensor, in columns: there may be very many."""
+    """Return all that must be the same about each tensor, in columns: there may be very many."""
     plain = _locals(tensors)
     placed = [one._spec for one in tensors if is_sharded(one)] if any_sharded(tensors) else []
     columns = [list(map(column, plain)) for column in _COLUMNS]
@@ -164,10 +164,10 @@ def _specs(tensors: list[torch.Tensor]) -> list[Any]:
 
 
 def _sharing(tensors: list[torch.Tensor]) -> tuple[list[int], list[Any]]:
-    """Which tensors begin at the same place in memory: for each, the first that does. And of those, how they see it:
-    they are one tensor only if they see the same."""
+    """Return which tensors begin at the same place in memory: for each, the first that does; and their views of it:
+    they are one tensor only if the views are equal."""
     plain = _locals(tensors)
-    # One without memory shares with none, so it gets a place of its own.
+    # One without memory shares with none, so it gets its own place.
     places = [one.data_ptr() or -index - 1 for index, one in enumerate(plain)]
     first: dict[int, int] = {}
     firsts = [first.setdefault(place, index) for index, place in enumerate(places)]

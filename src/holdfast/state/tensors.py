@@ -31,6 +31,8 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 MAX_INLINE_BYTES = 1 << 20
+# What is copied from a device at a time, where a tensor cannot be read in its own memory.
+HOST_PIECE_BYTES = 32 << 20
 
 
 def inline_text(path: str, tensor: torch.Tensor) -> str:
@@ -82,14 +84,14 @@ def flattened(tensor: torch.Tensor) -> Flattened | None:
 
 
 def _is_wrapper(kind: type) -> bool:
-    """Whether a class says what its tensors are made of. The result of a collective is a plain tensor on its way."""
+    """Return whether a class declares its inner tensors. A pending result of a collective counts as a plain tensor."""
     if kind in _PLAIN or issubclass(kind, DTensor | AsyncCollectiveTensor):
         return False
     return hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
 
 
 def even_shards(tensor: DTensor) -> int | None:
-    """The number of equal pieces along the first dimension; None when the tensor is cut in any other way."""
+    """Return the number of equal pieces along the first dimension; None when the tensor is cut in any other way."""
     shards = 1
     for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
         if type(placement) is Shard and placement.dim == 0:
@@ -101,12 +103,12 @@ def even_shards(tensor: DTensor) -> int | None:
 
 
 def cut_like(tensor: DTensor, inner: torch.Tensor) -> DTensor:
-    """An inner tensor of one rank as a piece of a whole that lies on the mesh as the outer tensor does."""
+    """Return an inner tensor of one rank as a piece of a whole that lies on the mesh as the outer tensor does."""
     return DTensor.from_local(inner, tensor.device_mesh, tensor.placements, run_check=False)
 
 
 def plain_parts(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that hold a tensor's content, with what each adds to its name: itself, or its inner ones."""
+    """Return the tensors that hold a tensor's content, with what each adds to its name: itself, or its inner ones."""
     flat = flattened(tensor)
     if flat is None:
         yield "", tensor
@@ -117,7 +119,7 @@ def plain_parts(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def tensor_class(name: str) -> type | None:
-    """The class of tensors that a checkpoint names, if the program knows it already: one that it registered, or one of
+    """Return the class of tensors that a checkpoint names, if the program knows it already: a registered one, or one of
     torchao that is loaded. Nothing is imported."""
     registered = registered_tensor(name)
     if registered is not None or name.partition(".")[0] != "torchao":
@@ -132,14 +134,14 @@ def tensor_class(name: str) -> type | None:
 
 
 def is_same_form(one: Subclass, other: Subclass) -> bool:
-    """Whether two tensors of a wrapper subclass are of one kind, so that one can take the content of the other."""
+    """Return whether two tensors of a wrapper subclass are of one kind, so that one can be filled from the other."""
     return one._replace(stride=(), shards=1, tensors={}) == other._replace(stride=(), shards=1, tensors={}) and (
         one.tensors.keys() == other.tensors.keys()
     )
 
 
 def stored_form(tensor: torch.Tensor, tensors: dict[str, torch.Tensor]) -> Subclass:
-    """The stored form of a live tensor of a wrapper subclass, with its inner tensors by their path."""
+    """Return the stored form of a live tensor of a wrapper subclass, with its inner tensors by their path."""
 
     def note(path: str, inner: torch.Tensor) -> str:
         tensors[path] = inner
@@ -256,7 +258,7 @@ def _why_not_joined(tensor: DTensor) -> str:
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Where the tensor's memory on this rank begins; 0 when it has none."""
+    """Return where the tensor's memory on this rank begins; 0 when it has none."""
     if type(tensor) not in _PLAIN:
         flat = flattened(tensor)
         if flat is not None:
@@ -267,7 +269,7 @@ def address(tensor: torch.Tensor) -> int:
 
 
 def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are the same memory seen in the same way, as tied parameters are."""
+    """Return whether two tensors are the same memory seen in the same way, as tied parameters are."""
     if isinstance(one, DTensor) != isinstance(other, DTensor) or one.shape != other.shape or one.dtype != other.dtype:
         return False
     flat, beside = flattened(one), flattened(other)
@@ -290,18 +292,18 @@ def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def shares_elements(tensor: torch.Tensor) -> bool:
-    """Whether several elements are one in memory, as `expand` makes them: such a tensor can be read and not filled."""
+    """Return whether several elements are one in memory, as `expand` makes them: such a tensor can only be read."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True))
 
 
 def is_sharded(tensor: torch.Tensor | None) -> TypeGuard[DTensor]:
-    """Whether the tensor is one of a mesh, of which this rank may hold only a part."""
+    """Return whether the tensor is one of a mesh, of which this rank may hold only a part."""
     return isinstance(tensor, DTensor)
 
 
 def any_sharded(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether one of very many is, without a question to each."""
+    """Return whether any of very many tensors is sharded, without checking each."""
     return any(issubclass(kind, DTensor) for kind in set(map(type, tensors)))
 
 
@@ -311,8 +313,8 @@ def whole_shape(tensor: torch.Tensor, cut: Cut | None = None) -> tuple[int, ...]
 
 
 def held_piece(tensor: torch.Tensor, *, leaf: str, cut: Cut | None = None) -> tuple[Box, torch.Tensor]:
-    """The piece of a tensor that this rank holds, and where it lies in the whole. The cut is PyTorch's own, or, for a
-    plain tensor, the one that was declared."""
+    """Return the piece of a tensor that this rank holds, and its place in the whole. The cut is PyTorch's own, or, for
+    a plain tensor, the one that was declared."""
     if cut is not None:
         return cut.box, tensor.detach()
     if not isinstance(tensor, DTensor):
@@ -321,7 +323,7 @@ def held_piece(tensor: torch.Tensor, *, leaf: str, cut: Cut | None = None) -> tu
     local = tensor.to_local().detach()
     if len(chunks) != 1 or tuple(chunks[0].sizes) != tuple(local.shape):
         if local.numel() == 0:
-            # A rank that got nothing of an uneven cut; torch says so with shapes of its own.
+            # A rank that got nothing of an uneven cut; torch marks it with special shapes.
             return Box((0,) * tensor.dim(), (0,) * tensor.dim()), local
         raise UsageError(
             f"the local part has shape {list(local.shape)}, which is no single box of the whole", leaf=leaf
@@ -340,39 +342,39 @@ def ranks_of(tensor: DTensor) -> tuple[int, ...]:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory. The tensor must outlive the view."""
+    """Return the bytes of a contiguous tensor in host memory. The tensor must outlive the view."""
     return memory_at(tensor.data_ptr(), tensor.nbytes)
 
 
 def memory_at(address: int, size_bytes: int) -> memoryview:
-    """The bytes at an address of this process. What they belong to must outlive the view."""
+    """Return the bytes at an address of this process. What they belong to must outlive the view."""
     if size_bytes == 0:
         return memoryview(b"")
     return memoryview((ctypes.c_ubyte * size_bytes).from_address(address)).cast("B")
 
 
 def is_host_memory(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's own memory holds exactly its bytes, so that they can be read or filled in place."""
+    """Return whether the tensor's own memory holds exactly its bytes, so that they can be read or filled in place."""
     return bool(tensor.is_cpu and is_dense(tensor))
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's memory, wherever it is, holds exactly its bytes, in order."""
+    """Return whether the tensor's memory, wherever it is, holds exactly its bytes, in order."""
     if not tensor.is_contiguous() or tensor.is_neg():
         return False
     # Asked only of those that can be: the question lets another thread run, which takes a while with very many tensors.
     return not (tensor.dtype.is_complex and tensor.is_conj())
 
 
-def source_of(tensor: torch.Tensor, piece_bytes: int) -> HostMemory | Pieces:
-    """Where a tensor's bytes come from when they are written: its own memory where that is as the file wants it."""
+def source_of(tensor: torch.Tensor) -> HostMemory | Pieces:
+    """Return where a tensor's bytes are written from: its own memory if that has the layout of the file."""
     if is_host_memory(tensor):
         return HostMemory(tensor.data_ptr(), tensor.nbytes, tensor)
-    return partial(host_pieces, tensor, piece_bytes)
+    return partial(host_pieces, tensor)
 
 
-def host_pieces(tensor: torch.Tensor, piece_bytes: int) -> Iterator[memoryview]:
-    """The bytes of a tensor, in order, in host memory: its own where possible, else copies of at most `piece_bytes`.
+def host_pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in host memory, in order: its own where possible, else copies of `HOST_PIECE_BYTES`.
 
     A piece is valid until the next one is asked for.
     """
@@ -384,9 +386,9 @@ def host_pieces(tensor: torch.Tensor, piece_bytes: int) -> Iterator[memoryview]:
         yield memory_of(dense)
         return
     flat = dense.reshape(-1).view(torch.uint8)
-    buffer = torch.empty(min(piece_bytes, flat.numel()), dtype=torch.uint8)
-    for start in range(0, flat.numel(), piece_bytes):
-        part = buffer[: min(piece_bytes, flat.numel() - start)]
+    buffer = torch.empty(min(HOST_PIECE_BYTES, flat.numel()), dtype=torch.uint8)
+    for start in range(0, flat.numel(), HOST_PIECE_BYTES):
+        part = buffer[: min(HOST_PIECE_BYTES, flat.numel() - start)]
         part.copy_(flat[start : start + part.numel()])
         yield memory_of(part)
 
@@ -396,9 +398,9 @@ _SLICE = 1 << 21
 
 
 def fingerprint(local: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
-    """A number for the content of a piece such that the pieces of a tensor add up to the same sum however it is cut.
+    """Return a number for the content of a piece such that the pieces of a tensor have the same sum however it is cut.
 
-    It tells one base model from another; it is no cryptographic digest.
+    It distinguishes base models; it is no cryptographic digest.
     """
     if local.numel() == 0:
         return 0
@@ -415,7 +417,7 @@ def fingerprint(local: torch.Tensor, box: Box, shape: tuple[int, ...]) -> int:
 
 
 def _global_places(box: Box, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """The linear index in the whole tensor of every element of a box."""
+    """Return the linear index in the whole tensor of every element of a box."""
     places = torch.zeros((), dtype=torch.int64, device=device)
     for dimension, (offset, size, stride) in enumerate(zip(box.offsets, box.sizes, strides_of(shape), strict=True)):
         along = (torch.arange(offset, offset + size, dtype=torch.int64, device=device)) * stride
@@ -432,7 +434,7 @@ def _mix(bits: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 
 def sample_of(tensor: torch.Tensor, count: int = 4096) -> int:
-    """A fingerprint of some elements, spread over this rank's part of a tensor: cheap, and likely to see a change."""
+    """Return a fingerprint of some elements, spread over this rank's part of a tensor: cheap, likely to change too."""
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().reshape(-1)
     some = local[:: max(local.numel() // count, 1)]
     return fingerprint(some, whole(tuple(some.shape)), tuple(some.shape))

@@ -17,9 +17,9 @@ __all__ = ["PerRank", "Sharded", "Shared", "Trainable"]
 class PerRank:
     """A component of which every rank has its own state, such as a data loader.
 
-    `group` (a DeviceMesh of one dimension or a process group) says that the ranks with the same place in that group
+    `group` (a DeviceMesh of one dimension or a process group) declares that ranks with the same position in that group
     hold the same state: it is stored once and given to all of them. `covers` names other components of the same
-    manager, which need no restore of their own once this one is restored.
+    manager, which are not restored separately once this one is restored.
     """
 
     def __init__(self, component: Any, group: Any = None, covers: Sequence[str] = ()) -> None:
@@ -37,7 +37,7 @@ class PerRank:
         return f"PerRank({type(self.component).__name__})"
 
     def place(self, rank: int, size: int) -> tuple[int, int]:
-        """This rank's index among the states that are kept apart, and their number."""
+        """Return this rank's index among the states that are kept apart, and their number."""
         if self.group is None:
             return rank, size
         return _place_in(self.group, "PerRank(group=...)")
@@ -252,7 +252,7 @@ def check_covers(components: Mapping[str, Any]) -> None:
 
 
 def _all_covered(name: str, covers: Mapping[str, Sequence[str]]) -> set[str]:
-    """What comes along with a component, also by way of others."""
+    """Return what comes along with a component, also by way of others."""
     found: set[str] = set()
     rest = [name]
     while rest:

@@ -9,15 +9,15 @@ of a key before a `/`, and `""` is the root. The contract, which `holdfast.testi
 - A name means itself. Nothing is decoded, folded or stripped: two names that differ are two keys.
 - What was written or deleted is seen so at once, by every process: no listing and no missing key is remembered.
 - `put` makes the whole value visible at once or not at all: no reader ever sees half of it.
-- `create` claims its key at the first byte and streams; the key may be visible before `close` returned, so nobody may
-  rely on it before a key that was `put` later says so.
+- `create` claims its key at the first byte and streams; the key may be visible before `close` returned, so no reader
+  may rely on it before a key that was `put` later refers to it.
 - When `put` or `Sink.close` returns, the bytes are durable. The *name* is durable only after `sync(folder)` of the
   folder that holds it returned, which also covers the folders above it. A power cut before that may lose the name.
 - An error of the system while bytes are made durable is final: the caller must give the key up, never try again.
 - A source of a key that was deleted meanwhile reads that key's bytes or raises, and never reads anything else.
 - Every failure is a `StorageError` that names the key; a key that is not there is a `KeyMissingError`, and one that
   cannot be what was written there (no regular value, too short, too large) a `KeyDamagedError`. Any other error of a
-  read says that the storage cannot be read now: it is tried again, and never taken for damage.
+  read means that the storage cannot be read now: it is retried, and never taken for damage.
 
 What only some storages can do is declared: a storage may have a property `features`, which returns a
 `StorageFeatures`. Nothing that is not declared is used, whatever methods an object has; a storage without the property
@@ -33,9 +33,23 @@ from typing import Protocol, Self, runtime_checkable
 
 from holdfast.errors import UsageError
 
-__all__ = ["Bytes", "Entry", "Links", "Sink", "Source", "Storage", "StorageFeatures", "alignment_of", "features_of"]
+__all__ = [
+    "WRITE_PIECE_BYTES",
+    "Bytes",
+    "Entry",
+    "Links",
+    "Sink",
+    "Source",
+    "Storage",
+    "StorageFeatures",
+    "alignment_of",
+    "features_of",
+]
 
 Bytes = bytes | bytearray | memoryview
+
+# What is handed to a disk at a time: large enough to write past the page cache at its full speed.
+WRITE_PIECE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,15 +21,15 @@ class Region:
     digests: Sequence[str]
 
     def block(self, index: int) -> tuple[int, int]:
-        """One block's range, relative to the region."""
+        """Return one block's range, relative to the region."""
         return index * self.block_bytes, min((index + 1) * self.block_bytes, self.size_bytes)
 
     def blocks(self, start: int, end: int) -> range:
-        """The blocks that a range of the region touches."""
+        """Return the blocks that a range of the region touches."""
         return range(start // self.block_bytes, -(-end // self.block_bytes))
 
     def whole_blocks(self, start: int, end: int) -> tuple[int, int]:
-        """The range of the region that must be there for its bytes from `start` to `end` to be checked."""
+        """Return the range of the region that must be there for its bytes from `start` to `end` to be checked."""
         return start // self.block_bytes * self.block_bytes, min(
             -(-end // self.block_bytes) * self.block_bytes, self.size_bytes
         )
@@ -43,7 +43,7 @@ def read_checked(source: Source, region: Region, start: int, target: memoryview)
     """Fill `target` with the region's bytes from `start` on, and give the absolute ranges of blocks that are damaged.
 
     Whole blocks are read straight into the target; at the edges, where only a part of a block is wanted, the whole
-    block is read aside, because a digest is one of all its bytes.
+    block is read into another buffer, because its digest is over all of its bytes.
     """
     end = start + len(target)
     damaged = []
@@ -63,7 +63,7 @@ def read_checked(source: Source, region: Region, start: int, target: memoryview)
 
 
 def check(source: Source, region: Region, start: int, end: int) -> list[tuple[int, int]]:
-    """The absolute ranges of the damaged blocks that a range touches. Keeps nothing of what it reads."""
+    """Return the absolute ranges of the damaged blocks that a range touches. Keeps nothing of what it reads."""
     damaged = []
     for index in region.blocks(start, end):
         low, high = region.block(index)
@@ -75,7 +75,7 @@ def check(source: Source, region: Region, start: int, end: int) -> list[tuple[in
 
 
 def check_in(memory: memoryview, offset: int, region: Region, start: int, end: int) -> list[tuple[int, int]]:
-    """The same, of bytes that were read already: `memory` has those of the file from `offset` on."""
+    """Return the damaged ranges among bytes that were read already: `memory` has those of the file from `offset` on."""
     damaged = []
     for index in region.blocks(start, end):
         low, high = region.block(index)

@@ -38,7 +38,7 @@ def remove_or_set_aside(storage: Storage, key: str) -> None:
 
 
 def set_aside(storage: Storage, key: str) -> None:
-    """Rename whatever lies in the place of a key; an error where the storage cannot."""
+    """Rename whatever has the name of a key; an error where the storage cannot."""
     displace = features_of(storage).displace
     if displace is None:
         raise StorageError(

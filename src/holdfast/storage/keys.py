@@ -11,7 +11,7 @@ TEMPORARY_PREFIX = ".tmp-"
 
 
 def key_parts(key: str) -> tuple[str, ...]:
-    """The parts of a key such as `step-000000500/manifest.json`."""
+    """Return the parts of a key such as `step-000000500/manifest.json`."""
     if not isinstance(key, str):
         raise UsageError(f"a key must be a str, not {type(key).__name__}")
     parts = tuple(key.split("/"))
@@ -25,12 +25,12 @@ def key_parts(key: str) -> tuple[str, ...]:
 
 
 def folder_parts(folder: str) -> tuple[str, ...]:
-    """The parts of a folder; none for the root, which is written `""`."""
+    """Return the parts of a folder; none for the root, which is written `""`."""
     return key_parts(folder) if folder != "" else ()
 
 
 def is_part(part: str) -> bool:
-    """Whether this may be one part of a key."""
+    """Return whether this may be one part of a key."""
     return _complaint(part) == ""
 
 

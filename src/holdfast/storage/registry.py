@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 __all__ = ["ENTRY_POINT_GROUP", "open_storage", "path_of_file_url", "same_place", "storage_for"]
 
 ENTRY_POINT_GROUP = "holdfast.storages"
-# Two letters at least: `C:\runs` is somebody's path and no scheme.
+# Two letters at least: `C:\runs` is a path and no scheme.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 
 
 def open_storage(location: str | os.PathLike[str] | Storage) -> Storage:
-    """The storage at a path, a `file://` URL or a URL of a scheme that a package registered; a storage is itself.
+    """Return the storage at a path, a `file://` URL or a URL of a registered scheme; a storage is returned as it is.
 
     A package registers a scheme with an entry point of the group `holdfast.storages`: its name is the scheme, its
     value a callable that takes the URL and returns a `Storage`.
@@ -42,7 +42,7 @@ def open_storage(location: str | os.PathLike[str] | Storage) -> Storage:
 
 
 def storage_for(run: str | os.PathLike[str] | Storage, storage: object) -> Storage:
-    """The storage that was given for a run, or the run's own."""
+    """Return the storage that was given for a run, or the run's own."""
     if storage is None:
         return open_storage(run)
     if not isinstance(storage, Storage):
@@ -69,7 +69,7 @@ def _identity(storage: Storage) -> Hashable | None:
 
 
 def path_of_file_url(url: str) -> str:
-    """The path that a `file://` URL means."""
+    """Return the path that a `file://` URL means."""
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost"):
         raise UsageError(f"{url!r} is on another host", advice="write file:///path for a path of this machine")

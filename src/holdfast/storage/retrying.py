@@ -2,7 +2,7 @@
 
 A file server that restarts, or a cable that is loose, fails a read that works a second later. What is decided from such
 an error is wrong: an older checkpoint is taken for the newest, or a sound one for damaged. So a read is tried a few
-times, and only then an error, which still says nothing of damage. Writes are never repeated: an error while bytes are
+times, and only then an error, which still does not mean damage. Writes are never repeated: an error while bytes are
 made durable is final.
 """
 
@@ -54,7 +54,7 @@ _MOMENTARY = {
     errno.ENOLINK,
     errno.EPROTO,
     errno.EREMOTEIO,
-    # A storage of somebody else's that does not say what went wrong.
+    # A storage of a plug-in that gives no reason.
     None,
 }
 _UNREADABLE = (
@@ -172,7 +172,7 @@ class _RetryingSource:
             newest = self._sources[-1]
         if newest.size_bytes != self._size_bytes:
             raise KeyDamagedError(
-                f"it had {self._size_bytes} bytes and has {newest.size_bytes} now: it was replaced while it was read",
+                f"the key had {self._size_bytes} bytes and has {newest.size_bytes} now: it was replaced meanwhile",
                 file=self._key,
             )
         return newest

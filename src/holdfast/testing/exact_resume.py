@@ -174,7 +174,7 @@ def _numbers(returned: object) -> dict[int, float]:
 
 
 def _require_repeatable(whole: _Run, resumed: _Run) -> None:
-    """Two starts from the front must agree up to the first stop, or resuming has nothing to do with the difference."""
+    """Raise if two starts from scratch differ before the first stop: then resuming is not the cause of a difference."""
     step, lines = _first_difference(whole, resumed)
     if lines:
         head = f"the training does not repeat itself: two starts from the front differ at step {step}, before any stop"
@@ -212,7 +212,7 @@ def _require_same_end(whole: _Run, resumed: _Run) -> None:
 
 
 def _hint(checkpoint: Checkpoint) -> str:
-    """What a checkpoint without any random state is told: it is the most common cause, and no leaf can name it."""
+    """Return a hint if a checkpoint has no random state: the most common cause, which no leaf can name."""
     if any(record.name.endswith(".torch") for record in checkpoint.manifest.tensors):
         return ""
     return f"no component holds the random state: add a {RNGState.__name__}(), or leave rng=True"
@@ -223,7 +223,7 @@ def _text(head: str, lines: Sequence[str], advice: str) -> str:
 
 
 def _first_difference(whole: _Run, resumed: _Run) -> tuple[int, list[str]]:
-    """The first step at which the runs differ, as far as both have it, and a line for every component that does."""
+    """Return the first step at which the runs differ, if both have it, and a line for every component that does."""
     found: dict[int, list[str]] = {}
     for rank, (left, right) in enumerate(zip(whole.returned, resumed.returned, strict=True)):
         for step in sorted(left.keys() & right.keys()):
@@ -241,7 +241,7 @@ def _first_difference(whole: _Run, resumed: _Run) -> tuple[int, list[str]]:
 
 
 def _differences(left: Checkpoint, right: Checkpoint) -> list[str]:
-    """A line for every component that differs, with the first tensor or value of it that does."""
+    """Return a line for every component that differs, with the first tensor or value of it that does."""
     trees = [{tree.name: tree for tree in one.manifest.trees} for one in (left, right)]
     tensors = [_tensors_by_tree(one) for one in (left, right)]
     names = sorted(trees[0].keys() | trees[1].keys(), key=lambda name: _place(trees[0].get(name) or trees[1][name]))
@@ -311,7 +311,7 @@ def _different_values(left: Json, right: Json) -> list[str]:
 
 
 def _walk(left: Any, right: Any, path: str) -> Iterator[str]:
-    """The paths at which two values differ, front to back."""
+    """Yield the paths at which two values differ, in order."""
     if isinstance(left, dict) and isinstance(right, dict) and left.keys() == right.keys():
         for key in left:
             yield from _walk(left[key], right[key], f"{path}.{key}" if path else str(key))

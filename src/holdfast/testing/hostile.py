@@ -1,7 +1,7 @@
 """Runs with hostile records: a sound run enters, copies of it with one record damaged leave. Knows no torch.
 
-The checkpoints of every copy are sound: only what lies around them is not. Whatever reads a run must get through with
-its newest checkpoint, or fail with an error of its own, in bounded time.
+The checkpoints of every copy are sound: only the records around them are not. A reader of runs must return
+the newest checkpoint, or raise its own error, in bounded time.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def hostile_runs(
 ) -> Iterator[HostileRun]:
     """Yield copies of a run below the folder `scratch`, each with one record damaged in another way.
 
-    records: the kinds to damage, of those that lie around checkpoints: "run" (`run.json`), "note", "claim" and
+    records: the kinds to damage, of the records around checkpoints: "run" (`run.json`), "note", "claim" and
     "heartbeat" (of a writer), "reader" (the mark of one), "attempt" (`attempt.json` of an attempt), "committed attempt"
     (that of a checkpoint), "receipt", "name": foreign names, and "place": the folders `lease` and `readers` replaced by
     something that is no folder. What the run lacks is added first.
@@ -55,7 +55,7 @@ def hostile_runs(
     sparse file of 1 GiB) and has every `bit_stride`-th of its bits flipped. A copy is removed when the next one is
     asked for.
 
-    The claim is that of a process of this machine that is gone, so whoever wants to write may follow it at once; with
+    The claim is that of a process of this machine that has ended, so the next writer takes over at once; with
     its claim damaged it is unknown, and Holdfast watches for its heartbeat for a minute.
     """
     if unknown := set(records) - set(RECORDS):
@@ -106,7 +106,7 @@ def _complete(run: Path) -> dict[str, str]:
     shutil.copytree(run / newest, run / attempt)
     (run / attempt / paths.MANIFEST).unlink()
     here = this_process()
-    # No system gives such a number to a process: whoever looks sees that it is gone.
+    # No system gives such a number to a process, so it counts as ended.
     gone = {"host": here.host, "machine": here.machine, "process": 2**31 - 1, "birth": 1}
     claim = {"holder": gone, "started": "2026-01-01T00:00:00+00:00", "timeout_seconds": 60.0, "token": "0" * 32}
     digest = json.loads((run / newest / paths.MANIFEST).read_bytes())["digest"]
@@ -158,7 +158,7 @@ def _changed(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
 
 
 def _each_value(value: Any) -> Callable[[bytes], bytes]:
-    """Every value of a JSON object replaced, and no digest that would give it away; of what is no JSON, all of it."""
+    """Yield copies with one value of a JSON object replaced, without the digest; of other content, all."""
 
     def change(data: bytes) -> bytes:
         try:
@@ -171,7 +171,7 @@ def _each_value(value: Any) -> Callable[[bytes], bytes]:
 
 
 def _huge_numbers(data: bytes) -> bytes:
-    """Every number of a JSON object replaced by one of 20 digits, and no digest that would give it away."""
+    """Yield copies with one number of a JSON object replaced by one of 20 digits, without the digest."""
 
     def grown(value: Any) -> Any:
         if isinstance(value, dict):

@@ -59,7 +59,7 @@ class PowerLossStorage(LocalStorage):
         return self._power_disk.model.crashed
 
     def after_power_loss(self, seed: int, target: Path) -> LocalStorage:
-        """The storage as it may be found after the power is cut now, or was at the crash; `target` must not exist.
+        """Return the storage as it may be after the power is cut now, or was at the crash; `target` must not exist.
 
         seed 0: all that was not synced is lost. 1: all of it is there. 2: the names are there, the bytes are not.
         3: of the names of each folder the later half is there and the earlier half is not, and files have their

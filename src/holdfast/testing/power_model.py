@@ -91,7 +91,7 @@ class DiskModel:
         self._settle(inode, path)
 
     def _settle(self, inode: Inode, path: str) -> None:
-        """The inode has its real name now, and only now can it be known whether its syncs are to be forgotten."""
+        """Decide whether to forget the syncs of an inode, now that it has its real name."""
         inode.path = path
         if isinstance(inode, File) and self.ignores(path):
             inode.forget_syncs()
@@ -185,15 +185,15 @@ class Choices:
     """Seed 0, and what the others differ from: nothing that was not synced is there."""
 
     def of_names(self, count: int) -> list[bool]:
-        """Which of a folder's changes, in the order of time, are there."""
+        """Return which of a folder's changes, in the order of time, survive."""
         return [False] * count
 
     def of_write(self, write: Write) -> list[Write]:
-        """What is there of a write."""
+        """Return what survives of a write."""
         return []
 
     def keeps_size(self) -> bool:
-        """Whether a file has the size that a lost write gave it, with zeros in its place."""
+        """Return whether a file has the size that a lost write gave it, with zeros in its place."""
         return False
 
 
@@ -240,7 +240,7 @@ class _Random(Choices):
         return self._random.random() < 0.5
 
     def _cut(self, write: Write) -> int | None:
-        """A place inside of the write where a sector ends; None where there is none."""
+        """Return an offset inside the write at which a sector ends; None if there is none."""
         first = -write.offset % _SECTOR_BYTES or _SECTOR_BYTES
         cuts = range(first, len(write.data), _SECTOR_BYTES)
         return self._random.choice(cuts) if cuts else None

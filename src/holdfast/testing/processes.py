@@ -1,4 +1,4 @@
-"""Run a function on real ranks, each a process of its own, and say how each of them ended. Knows torch.distributed.
+"""Run a function on real ranks, each in a new process, and return how each of them ended. Knows torch.distributed.
 
     outcomes = run_ranks(4, save_and_restore, "/tmp/run")
     assert values(outcomes) == [...]
@@ -31,7 +31,7 @@ __all__ = ["Outcome", "run_ranks", "values"]
 
 _HOST = "127.0.0.1"
 _SAFE_PATH = "PYTHONSAFEPATH"
-# How long a process may take to be gone after it was killed; only a broken machine needs more.
+# How long a process may take to end after it was killed; only a broken machine needs more.
 _REAP_SECONDS = 10.0
 StartMethod: TypeAlias = Literal["spawn", "forkserver"]
 # What nearly every rank imports, sooner or later; the last one is imported by the first step of any optimizer. Nothing
@@ -62,7 +62,7 @@ class Outcome:
     timed_out: bool = False
 
     def unwrap(self) -> Any:
-        """The value; a `RuntimeError` with the rank's own traceback when there is none."""
+        """Return the value; raise a `RuntimeError` with the rank's own traceback when there is none."""
         if self.error is not None:
             raise RuntimeError(f"rank {self.rank}: {self.error!r}\n{self.traceback_text}") from self.error
         if self.exit_code != 0:
@@ -104,7 +104,7 @@ def run_ranks(
 
 
 def values(outcomes: Sequence[Outcome]) -> list[Any]:
-    """The value of each rank; raises what the first rank without one met."""
+    """Return the value of each rank, or raise the error of the first rank without one."""
     return [outcome.unwrap() for outcome in outcomes]
 
 
@@ -270,7 +270,7 @@ class _Surroundings:
 
 
 def _be_rank(rank: int, surroundings: _Surroundings, backend: str | None, call: bytes, answering: Connection) -> None:
-    """The life of one rank. The function is unpickled here, after the environment is set: its module may look at it."""
+    """Run one rank. The function is unpickled here, after the environment is set: its module may look at it."""
     surroundings.take()
     try:
         answer = pickle.dumps((_call(rank, backend, call), None, ""))

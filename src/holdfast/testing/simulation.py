@@ -2,7 +2,7 @@
 
 Every rank is a thread, but only the one with the baton runs; it hands the baton on when it waits for another rank. The
 order of all that happens is therefore the same in every run, so a crash "at the 17th operation" is always the same one.
-A simulated crash is the whole machine's: when one rank meets it, all of them are gone.
+A simulated crash is the whole machine's: it ends all ranks.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class MemoryStorage:
     """A storage in memory with the manners of an object store.
 
     Keys are flat and folders are only what keys have in common. A key that is streamed is visible when it is closed,
-    whole, and a key that somebody else made meanwhile is found out then. `sync` has nothing to do. With
+    whole, and a key that another writer made meanwhile is found then. `sync` has nothing to do. With
     `capacity_bytes`, which may be changed at any time, there is room for that many bytes in all.
     """
 
@@ -71,14 +71,14 @@ class MemoryStorage:
         with self._lock:
             value = self._values.get(key)
         if value is None:
-            raise KeyMissingError("it does not exist", errno=errno.ENOENT, file=self._place(key))
+            raise KeyMissingError("the key does not exist", errno=errno.ENOENT, file=self._place(key))
         return _MemorySource(value, self._place(key))
 
     def read(self, key: str, limit_bytes: int) -> bytes:
         value = self.open(key).value
         if len(value) > limit_bytes:
             raise KeyDamagedError(
-                f"it has {len(value)} bytes, and at most {limit_bytes} are expected here", file=self._place(key)
+                f"the key has {len(value)} bytes, and at most {limit_bytes} are expected here", file=self._place(key)
             )
         return value
 
@@ -116,7 +116,7 @@ class MemoryStorage:
     def _require_free(self, key: str) -> None:
         if key in self._values:
             raise KeyExistsError(
-                "it exists already, and a name is written once", errno=errno.EEXIST, file=self._place(key)
+                "the key exists already, and a name is written once", errno=errno.EEXIST, file=self._place(key)
             )
 
     def _require_room(self, key: str, size_bytes: int) -> None:
@@ -156,7 +156,7 @@ class _MemorySink:
 
     def _require_open(self) -> None:
         if self._state != "open":
-            raise StorageError(f"it takes no bytes any more: it was {self._state} before", file=self._place)
+            raise StorageError(f"the sink takes no more bytes: it was {self._state} before", file=self._place)
 
     def __enter__(self) -> Self:
         return self
@@ -185,7 +185,7 @@ class _MemorySource:
         end = offset + target.nbytes
         if end > len(self.value):
             raise KeyDamagedError(
-                f"it ends before byte {end}: it has {len(self.value)} bytes",
+                f"the key ends before byte {end}: it has {len(self.value)} bytes",
                 file=self._place,
                 byte_range=(offset, end),
             )
@@ -279,7 +279,7 @@ class _WrappedSink:
 
     def _living(self) -> Sink:
         if self._inner is None:
-            raise StorageError("it takes no bytes any more: it was given up before", file=self._key)
+            raise StorageError("the sink takes no more bytes: it was given up before", file=self._key)
         return self._inner
 
     def __enter__(self) -> Self:

@@ -18,7 +18,7 @@ import torch
 import holdfast
 from holdfast.errors import CorruptCheckpointError, UsageError
 from holdfast.loading.reader import CheckpointReader, Leaf
-from holdfast.loading.requests import PIECE_BYTES
+from holdfast.loading.requests import READ_PIECE_BYTES
 from holdfast.ondisk.manifest import TensorRecord
 from holdfast.ondisk.regions import Box, cover_exactly
 from holdfast.runs.checkpoint import Checkpoint
@@ -147,7 +147,7 @@ def test_a_leaf_is_streamed_in_boxes_of_bounded_size(reader: CheckpointReader, l
 
 def test_a_column_is_read_in_bounded_memory(tmp_path: Path) -> None:
     """Four times as many bytes lie between its first and its last element as may be taken at once."""
-    whole = torch.arange(4 * PIECE_BYTES // 8 // 1024 * 1024, dtype=torch.float64).reshape(-1, 1024)
+    whole = torch.arange(4 * READ_PIECE_BYTES // 8 // 1024 * 1024, dtype=torch.float64).reshape(-1, 1024)
     with holdfast.CheckpointManager(tmp_path, {"state": {"x": whole}}, rng=False, mode="sync") as manager:
         manager.save(0)
     reader = CheckpointReader(holdfast.resolve(tmp_path))
@@ -159,7 +159,7 @@ def test_a_column_is_read_in_bounded_memory(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert numpy.array_equal(target, whole[:, 5].numpy())
-    assert peak < 2.5 * PIECE_BYTES
+    assert peak < 2.5 * READ_PIECE_BYTES
 
 
 def test_values_are_read_without_any_tensor(folder: Path, reader: CheckpointReader) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.loading.requests import PIECE_BYTES, pieces, row_groups
+from holdfast.loading.requests import READ_PIECE_BYTES, pieces, row_groups
 from holdfast.ondisk.regions import Box, cover_exactly
 from holdfast.storage.blocks import Region
 
 BLOCK_BYTES = 1 << 20
 
 
-@pytest.mark.parametrize(("start", "end"), [(0, 1), (0, 3 * PIECE_BYTES), (5, PIECE_BYTES + 7), (9, 9)])
+@pytest.mark.parametrize(("start", "end"), [(0, 1), (0, 3 * READ_PIECE_BYTES), (5, READ_PIECE_BYTES + 7), (9, 9)])
 def test_pieces_follow_each_other_and_end_on_blocks(start: int, end: int) -> None:
     region = Region(0, end, BLOCK_BYTES, ())
     found = list(pieces(region, start, end))
@@ -19,15 +19,15 @@ def test_pieces_follow_each_other_and_end_on_blocks(start: int, end: int) -> Non
     assert [first for first, _ in found] == edges[:-1]
     assert edges[-1] == end
     assert all(stop % BLOCK_BYTES == 0 for _, stop in found[:-1])
-    assert all(stop - first <= PIECE_BYTES for first, stop in found)
+    assert all(stop - first <= READ_PIECE_BYTES for first, stop in found)
 
 
-@pytest.mark.parametrize("row_bytes", [1, 4096, PIECE_BYTES, 3 * PIECE_BYTES])
+@pytest.mark.parametrize("row_bytes", [1, 4096, READ_PIECE_BYTES, 3 * READ_PIECE_BYTES])
 @pytest.mark.parametrize("rows", [1, 7, 1000])
 def test_groups_of_rows_are_the_whole_box(row_bytes: int, rows: int) -> None:
     groups = list(row_groups(Box((0, 3), (rows, 5)), row_bytes, BLOCK_BYTES))
     assert cover_exactly([Box((one.offsets[0], 0), one.sizes) for one in groups], (rows, 5)) is None
-    assert all(one.sizes[0] == 1 or one.sizes[0] * row_bytes <= PIECE_BYTES for one in groups)
+    assert all(one.sizes[0] == 1 or one.sizes[0] * row_bytes <= READ_PIECE_BYTES for one in groups)
 
 
 def test_a_scalar_is_one_group() -> None:

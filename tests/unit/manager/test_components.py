@@ -13,7 +13,7 @@ from torch import nn
 import holdfast
 from holdfast import CheckpointManager
 from holdfast.errors import UsageError
-from tests.unit.state.test_subclasses import Opaque
+from tests.behaviour.test_subclasses import Opaque
 
 
 def with_buffer(tensor: torch.Tensor) -> nn.Module:

@@ -15,7 +15,7 @@ import holdfast
 from holdfast.errors import StorageError
 from holdfast.storage.local.local import LocalStorage
 
-_PATIENCE_SECONDS = 60.0
+_PATIENCE_SECONDS = 300.0
 
 
 class Stumbling(LocalStorage):

@@ -43,7 +43,7 @@ def test_a_file_that_cannot_be_parsed_is_named(tmp_path: Path, name: str, text: 
 
 def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(holdfast.UsageError, match=r"run\.toml: it is no text in UTF-8"):
+    with pytest.raises(holdfast.UsageError, match=r"run\.toml: the file is no text in UTF-8"):
         CheckpointConfig.from_file(tmp_path / "run.toml")
 
 

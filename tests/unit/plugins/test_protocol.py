@@ -586,11 +586,11 @@ def test_a_save_context_does_not_wait_for_a_loss_that_is_still_on_its_way(tmp_pa
         ({"source": "runs/a@5", "selector": 6}, "source='runs/a@5' names a checkpoint, and so does selector=6"),
         ({"strategy": "weights"}, "give a holdfast.LoadStrategy"),
         ({"strategy": {"renames": {}}}, "a load strategy has no 'renames'"),
-        ({"strategy": {"progress": False}}, "goes on at the saved step.*use another purpose"),
-        ({"strategy": holdfast.LoadStrategy(progress=False)}, "goes on at the saved step.*use another purpose"),
+        ({"strategy": {"progress": False}}, "continues at the saved step.*use another purpose"),
+        ({"strategy": holdfast.LoadStrategy(progress=False)}, "continues at the saved step.*use another purpose"),
         (
             {"purpose": "warm_start", "strategy": holdfast.LoadStrategy()},
-            "purpose='warm_start' starts at step 0, and the strategy says progress=True",
+            "purpose='warm_start' starts at step 0, and the strategy has progress=True",
         ),
         ({"purpose": "inference", "strategy": holdfast.LoadStrategy.warm_start()}, "takes weights, and the strategy"),
         ({"purpose": "adapter", "strategy": holdfast.LoadStrategy.warm_start()}, "takes weights, and the strategy"),
@@ -755,7 +755,10 @@ def test_a_config_without_a_run_is_refused_unless_there_is_a_storage() -> None:
 def test_a_save_is_of_the_managers_own_components(tmp_path: Path) -> None:
     state = parts()
     manager = built_in(tmp_path / "run", state)
-    with pytest.raises(holdfast.UsageError, match="'ema': the manager was not built with it; it has model, optimizer"):
+    with pytest.raises(
+        holdfast.UsageError,
+        match="'ema': the manager was not built with this component; its components are model, optimizer",
+    ):
         manager.save(SaveContext(step=1, state={**state, "ema": nn.Linear(1, 1)}))
     with pytest.raises(holdfast.UsageError, match="'model': this is another object"):
         manager.save(SaveContext(step=1, state={**state, "model": nn.Linear(1, 1)}))
@@ -936,7 +939,7 @@ def test_a_run_that_is_never_resumed_gives_weights_when_they_are_named(run: Path
     state = parts(2)
     manager = built_in(run, state, resume="never")
     for model in (state["model"], parts(3)["model"]):
-        with pytest.raises(holdfast.CheckpointNotFoundError, match="resume='never' is passed over"):
+        with pytest.raises(holdfast.CheckpointNotFoundError, match="resume='never' is not loaded"):
             manager.load(LoadContext(purpose="inference", state={"model": model}))
         result = manager.load(LoadContext(purpose="inference", state={"model": model}, selector="first"))
         assert result.restored == ("model",)

@@ -173,7 +173,7 @@ def test_a_rollback_while_others_are_being_removed_keeps_what_it_went_back_to() 
 
     def hold() -> None:
         planned.set()
-        restored.wait(60)
+        restored.wait(300)
 
     def hold_second() -> None:
         storage.before, storage.do = "list lease", hold  # the plan is made, and nothing is removed yet
@@ -186,7 +186,7 @@ def test_a_rollback_while_others_are_being_removed_keeps_what_it_went_back_to() 
 
     storage.before, storage.do = "list readers", after_sweep
     manager.save(2)
-    assert planned.wait(60)
+    assert planned.wait(300)
     going_back = threading.Thread(target=lambda: manager.restore(1))
     going_back.start()
     going_back.join(30)  # it may have to wait for the cleanup, and then finds what is there

@@ -65,7 +65,7 @@ def test_a_second_live_writer_is_told_host_process_and_age(storage: Any) -> None
     assert (error.host, error.process) == (HOST, 1)  # type: ignore[attr-defined]
     assert 0 <= error.age_seconds < 60  # type: ignore[attr-defined]
     assert f"process 1 on {HOST}" in str(error)
-    assert "its last heartbeat was 0 s ago" in str(error)
+    assert f"its last heartbeat was {error.age_seconds:.0f} s ago" in str(error)  # type: ignore[attr-defined]
     assert "`holdfast unlock RUN --force`" in str(error)
     assert names(storage) == ["000000001.json"]
 
@@ -74,9 +74,11 @@ def test_the_age_is_that_of_the_last_beat(storage: Any) -> None:
     acquire(storage, NEIGHBOUR)
     then = datetime.now(UTC) - timedelta(seconds=90)
     storage.put("lease/000000001.beat-000000004", then.isoformat().encode() + b"\n")
-    with pytest.raises(RunInUseError, match=r"its last heartbeat was 9[0-2] s ago") as caught:
+    with pytest.raises(RunInUseError) as caught:
         acquire(storage)
-    assert 90 <= caught.value.age_seconds < 100  # type: ignore[attr-defined]
+    age_seconds: float = caught.value.age_seconds  # type: ignore[attr-defined]
+    assert 90 <= age_seconds <= (datetime.now(UTC) - then).total_seconds()
+    assert f"its last heartbeat was {age_seconds:.0f} s ago" in str(caught.value)
 
 
 def test_a_clock_that_is_behind_gives_no_negative_age(storage: Any) -> None:
@@ -346,10 +348,14 @@ def test_a_run_that_is_held_names_the_holder_the_age_of_its_heartbeat_and_the_co
     lease = acquire(door, far())
     lease._heartbeat.beat()
     held = Time(lambda now: lease._heartbeat.beat() and None)
-    with pytest.raises(RunInUseError, match=r"process 1 on far-1, since \S+, holds .*heartbeat was 0 s ago.*--force`"):
+    with pytest.raises(
+        RunInUseError, match=r"process 1 on far-1, since \S+, holds .*heartbeat was [0-9]+ s ago.*--force`"
+    ):
         acquire(door, time=held)
     door.unread = ".json"
-    with pytest.raises(RunInUseError, match=r"whose claim lease/000000001.json cannot be read.* 0 s ago.*--force`"):
+    with pytest.raises(
+        RunInUseError, match=r"whose claim lease/000000001.json cannot be read.* [0-9]+ s ago.*--force`"
+    ):
         acquire(door, time=held)
     door.unread = ""
     acquire(storage, NEIGHBOUR, force=True)

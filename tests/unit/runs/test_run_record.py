@@ -23,7 +23,7 @@ class LateReads(_Wrapper):
     def read(self, key: str, limit_bytes: int) -> bytes:
         if self.misses:
             self.misses -= 1
-            raise KeyMissingError("it does not exist", file=key)
+            raise KeyMissingError("the key does not exist", file=key)
         return self.inner.read(key, limit_bytes)
 
 

@@ -49,7 +49,7 @@ class Gate(LocalStorage):
 
     def put(self, key: str, data: bytes) -> None:
         if key.endswith("manifest.json"):
-            assert self.may_go_on.wait(60)
+            assert self.may_go_on.wait(300)
         super().put(key, data)
 
 

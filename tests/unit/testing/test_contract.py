@@ -111,7 +111,7 @@ class RemembersMisses(MemoryStorage):
     def open(self, key: str) -> Any:
         try:
             if key in self.missed:
-                raise KeyMissingError("it does not exist", file=key)
+                raise KeyMissingError("the key does not exist", file=key)
             return super().open(key)
         except KeyMissingError:
             self.missed.add(key)

@@ -92,7 +92,7 @@ def _whole_leaves(pieces: Sequence[TensorRecord]) -> list[TensorRecord]:
 
 
 def place_of(result: WriteResult) -> _StorageInfo:
-    """Return where an item lies, as PyTorch's own storage describes it, relative to the checkpoint's folder."""
+    """Return where an item is stored, as PyTorch's own storage describes it, relative to the checkpoint's folder."""
     stored = result.storage_data
     if isinstance(stored, StoredTensor):
         return _StorageInfo(stored.leaf.chunks[0].file, stored.leaf.chunks[0].start, stored.leaf.size_bytes)

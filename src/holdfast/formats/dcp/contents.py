@@ -76,7 +76,7 @@ class Contents:
             self._add_aliases(stored, tree)
 
     def metadata(self) -> Metadata:
-        """Return what PyTorch's planner asks: the keys, what each is, and where it lies."""
+        """Return the metadata for PyTorch's planner: the keys, what each is, and where it is stored."""
         listing = _Listing(self.aliases)
         places: dict[MetadataIndex, _StorageInfo] = {}
         for key, entry in self.entries.items():

@@ -16,7 +16,7 @@ from holdfast.formats.dcp.layout import leaf_name
 from holdfast.ondisk import paths
 from holdfast.ondisk.codec import Json, encode
 from holdfast.ondisk.dtypes import ELEMENT_TYPES
-from holdfast.ondisk.manifest import BLOCK_BYTES, ChunkRecord, TensorRecord
+from holdfast.ondisk.manifest import ChunkRecord, TensorRecord
 from holdfast.ondisk.regions import Box
 from holdfast.ondisk.safetensors import FramedChunk
 from holdfast.runs.catalog import Catalog
@@ -26,8 +26,6 @@ from holdfast.saving.write import write
 from holdfast.state.tensors import check_storable, host_pieces
 
 __all__ = ["without_empty_pieces", "write_items"]
-
-_PIECE_BYTES = 32 * BLOCK_BYTES
 
 
 def without_empty_pieces(plans: list[SavePlan]) -> list[SavePlan]:
@@ -132,4 +130,4 @@ def _pieces(item: WriteItem, chunk: FramedChunk, planner: SavePlanner) -> Iterat
             leaf=chunk.leaf,
             advice="change the item's tensor_data in create_local_plan() as resolve_data() changes the tensor",
         )
-    yield from host_pieces(tensor, _PIECE_BYTES)
+    yield from host_pieces(tensor)

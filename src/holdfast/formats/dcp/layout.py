@@ -89,7 +89,7 @@ def nested_items(fqns: Iterable[str], loose: str, key_paths: Any) -> Iterator[_I
 
 
 class _Branch(dict[str | int, Any]):
-    """A dict or, with numbers as keys, a list of the state dict. A value may be a dict too, hence a type of its own."""
+    """A dict or, with numbers as keys, a list of the state dict. A value may be a dict too, hence a separate type."""
 
 
 def trees_of(items: Iterable[_Item], loose: str, values: Mapping[str, Json]) -> tuple[dict[str, Json], list[str]]:
@@ -208,5 +208,5 @@ def _pairs_of(value: Json) -> list[tuple[str, Json]] | None:
     try:
         return [(str(decode(key, path="", tensor=None)), inner) for key, inner in items]
     except (HoldfastError, TypeError, ValueError):
-        # Malformed, or with keys of a type that is not registered here: one value, whose decoding says what is wrong.
+        # Malformed, or with keys of a type that is not registered here: one value, and decoding it raises the error.
         return None

@@ -120,7 +120,7 @@ class HoldfastReader(StorageReader):  # type: ignore[misc]
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str] | None:
-        """The place that the next load reads; None when it was given as a storage."""
+        """Return the place that the next load reads; None when it was given as a storage."""
         return self._run if isinstance(self._run, str | os.PathLike) else None
 
     @classmethod

@@ -122,7 +122,7 @@ class HoldfastWriter(StorageWriter):  # type: ignore[misc]
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str] | None:
-        """The run that the next save goes to; None when it was given as a storage."""
+        """Return the run that the next save goes to; None when it was given as a storage."""
         return self._run if isinstance(self._run, str | os.PathLike) else None
 
     @classmethod

@@ -30,12 +30,12 @@ def match(name: str, components: Mapping[str, Any], saved: SavedState, strategy:
     fitted = Fitted(name, kind_of(name, component))
     trees = _trees_for(name, component, saved, strategy, place)
     if not trees:
-        fitted.skipped = "its per-rank state is of another number of ranks"
+        fitted.skipped = "the per-rank state is of another number of ranks"
         return fitted
     fitted.trees = tuple(tree.name for tree in trees)
-    # Trees that PyTorch's own planner laid out do not say what they are of; their names and shapes must do.
+    # Trees that PyTorch's own planner laid out have no class; only names and shapes can be compared.
     if trees[0].kind not in (fitted.kind, "values"):
-        raise StateMismatchError(f"it was saved as '{trees[0].kind}' and is '{fitted.kind}' now", component=name)
+        raise StateMismatchError(f"the state was saved as '{trees[0].kind}' and is '{fitted.kind}' now", component=name)
     _refuse_per_rank_state(fitted, component, trees[0])
     if len(trees) > 1 or _is_by_load_state_dict(trees[0], component):
         fitted.kind = "values"
@@ -100,13 +100,14 @@ def _trees_for(name: str, component: Any, saved: SavedState, strategy: LoadStrat
     if strategy.on_world_change == "adapt":
         if not callable(getattr(unwrap(component), "load_world_state", None)):
             raise StateMismatchError(
-                f"it has the state of {len(by_scope)} ranks, there are {count} now, and it has no load_world_state()",
+                f"the checkpoint has the state of {len(by_scope)} ranks, there are {count} now, "
+                "and the component has no load_world_state()",
                 component=name,
                 advice="give it load_world_state(states, index, count), or leave it out with skip=",
             )
         return [by_scope[scope] for scope in sorted(by_scope)]
     raise StateMismatchError(
-        f"it has the state of {len(by_scope)} ranks and there are {count} now",
+        f"the checkpoint has the state of {len(by_scope)} ranks and there are {count} now",
         component=name,
         advice="choose on_world_change='skip' or 'adapt' in the LoadStrategy; "
         "wrap the component in Shared(...) if it is the same on all ranks",
@@ -117,7 +118,7 @@ def _stage_tree(name: str, by_scope: Mapping[str, TreeRecord], place: Place) -> 
     scope = "" if place.pipeline_stage is None else paths.stage_scope(place.pipeline_stage)
     if scope not in by_scope:
         raise StateMismatchError(
-            f"it was saved in {len(by_scope)} pipeline stages; this rank has pipeline_stage={place.pipeline_stage}",
+            f"the state is of {len(by_scope)} pipeline stages; this rank has pipeline_stage={place.pipeline_stage}",
             component=name,
             advice="give the manager the pipeline_stage= of this rank",
         )
@@ -140,7 +141,7 @@ def _is_of_same_model(matching: Matching, tree: TreeRecord) -> bool:
 
 def _is_same_class(matching: Matching, tree: TreeRecord) -> bool:
     """Return whether the state is of the component's class, or of one that it derives from. Only a loose restore takes
-    that of another one, and lists it; a checkpoint that does not say is taken at its word, and so is a class of the
+    that of another one, and lists it; a checkpoint without a class is accepted, and so is a class of the
     user's own, which checks its state itmatching."""
     inner = unwrap(matching.component)
     kind = type(inner)

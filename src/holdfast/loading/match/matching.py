@@ -105,7 +105,7 @@ class Matching:
             return self.saved.leaves[name]
         except KeyError:
             raise CorruptCheckpointError(
-                "its values name a tensor that is not listed", leaf=name, file=tree.file
+                "the values name a tensor that is not listed", leaf=name, file=tree.file
             ) from None
 
     def fill(self, leaf: TensorRecord, tensor: torch.Tensor, *, fresh: bool, cut: Cut | None = None) -> torch.Tensor:

@@ -370,7 +370,7 @@ class _Options:
         saved = self.saved.value()
         taken = {key: value for key, value in saved.items() if key in own or not self.is_other}
         if self.is_other:
-            # By it torch tells AdamW from Adam: it is the class, not an option of it.
+            # torch distinguishes AdamW from Adam by it: it stands for the class and is not an option.
             taken.pop("decoupled_weight_decay", None)
         return {**own, **taken, "params": self.group.numbers}
 

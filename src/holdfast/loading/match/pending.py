@@ -103,6 +103,6 @@ def _like_parameters(matching: Matching, leaf: TensorRecord, optimizer: torch.op
         + ("parameters of its shape are sharded in different ways" if alike else "no parameter has its shape"),
         component=matching.fitted.component,
         leaf=leaf.name,
-        advice="nothing says how to shard it: make the optimizer's state before the restore, by a step "
+        advice="its sharding is not known: make the optimizer's state before the restore, by a step "
         "with a learning rate of 0; no live object was changed",
     )

@@ -15,7 +15,7 @@ from holdfast.ondisk.codec.scalars import decode_bytes, decode_utf8
 from holdfast.ondisk.codec.tensors import decode_tensor
 
 MAX_INLINE_ARRAY_BYTES = 1_024
-# The closed set of numpy dtypes. Nothing else is ever handed to numpy's own parser, which knows a language of its own.
+# The closed set of numpy dtypes. Nothing else is ever handed to numpy's own parser, which accepts a whole language.
 _NUMPY_DTYPE = re.compile(
     r"\|(?:b1|[iu]1|S[1-9][0-9]{0,8})"
     r"|[<>](?:[iu][248]|f[248]|c8|c16|U[1-9][0-9]{0,8})"

@@ -77,7 +77,7 @@ def _unhashable(error: Exception, parent: Place, key: object) -> CorruptCheckpoi
 def _mapping(pairs: list[tuple[Any, Any]], parent: Place, key: object) -> dict[Any, Any]:
     try:
         result = dict(pairs)
-    except Exception as error:  # a registered class can have a __hash__ or __eq__ of its own
+    except Exception as error:  # a registered class can define __hash__ or __eq__
         raise _unhashable(error, parent, key) from error
     if len(result) != len(pairs):
         raise corrupt("a dict has the same key twice", parent, key)

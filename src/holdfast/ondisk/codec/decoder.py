@@ -1,4 +1,4 @@
-"""Carry one call of `decode` and check stored forms. Knows JSON; knows no tag of its own."""
+"""Carry one call of `decode` and check stored forms. Knows JSON and no tags."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Decoder:
             if decoder is None:
                 raise UnsupportedFormatError(
                     f"a value has the tag {shown(tag)}, which this version does not know",
-                    advice="it was written by a newer version of holdfast: read it with that one",
+                    advice="read the checkpoint with the newer version of Holdfast that wrote it",
                     **location(parent, key),
                 )
             return decoder(self, value[tag], parent, key)

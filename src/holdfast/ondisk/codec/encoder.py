@@ -1,4 +1,4 @@
-"""Carry one call of `encode`: the handler of each type, the nesting, the errors. Knows no type of its own."""
+"""Carry one call of `encode`: the handler of each type, the nesting, the errors. Knows no types."""
 
 from __future__ import annotations
 

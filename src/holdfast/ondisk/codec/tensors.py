@@ -117,7 +117,7 @@ def _decode_dtype(decoder: Decoder, value: Any, parent: Place, key: object) -> A
     name = expect_text(value, _WORD, parent, key)
     import torch
 
-    # Not getattr: torch imports modules of its own when it is asked for certain names.
+    # Not getattr: torch imports more modules when it is asked for certain names.
     dtype = vars(torch).get(name)
     if not isinstance(dtype, torch.dtype):
         raise _unknown_to_torch("dtype", name, parent, key)

@@ -65,7 +65,7 @@ class Arena:
 
     @property
     def staged(self) -> int:
-        """How many bytes are staged, from the front on. A process that has read this may read them."""
+        """Return how many bytes are staged, from the start. A process that has read this may read them."""
         count = self._words[_STAGED]
         self._fence()
         return count
@@ -174,7 +174,7 @@ _arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
 
 
 def _let_go_in_child() -> None:
-    """A forked child would keep the memory alive as long as it has the handle, whatever the trainer gives back."""
+    """Close the handle in a forked child: it would keep the memory alive after the trainer has released it."""
     for arena in list(_arenas):
         arena.close()
 

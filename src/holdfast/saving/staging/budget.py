@@ -39,9 +39,9 @@ def free_for_staging(root: Path = _ROOT) -> int:
     return int(_SHARE * max(free, 0))
 
 
-def own_processors() -> int:
-    """Return how many processors there are for each rank of this machine."""
-    return max(len(os.sched_getaffinity(0)) // ranks_here(), 1)
+def own_processors(allowed: int | None = None) -> int:
+    """Return how many processors there are for each rank of this machine. `allowed`: how many this process may use."""
+    return max((allowed if allowed is not None else len(os.sched_getaffinity(0))) // ranks_here(), 1)
 
 
 def ranks_here() -> int:

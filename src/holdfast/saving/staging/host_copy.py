@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 __all__ = ["Move", "move_all"]
 
-_PIECE_BYTES = 4 << 20
+_MOVE_BYTES = 4 << 20
 _MAX_THREADS = 8
 
 
@@ -41,8 +41,8 @@ def move_all(moves: Sequence[Move], *, threads: int, on_progress: Callable[[int]
 
 def _pieces(moves: Sequence[Move]) -> Iterator[Move]:
     for target, source, size_bytes in moves:
-        for start in range(0, size_bytes, _PIECE_BYTES):
-            yield Move(target + start, source + start, min(_PIECE_BYTES, size_bytes - start))
+        for start in range(0, size_bytes, _MOVE_BYTES):
+            yield Move(target + start, source + start, min(_MOVE_BYTES, size_bytes - start))
 
 
 class _Team:

@@ -106,7 +106,7 @@ class Writer:
 
     @property
     def may_still_read(self) -> bool:
-        """Whether the writer is a thread that was given up and may still read the arena."""
+        """Return whether the writer is a thread that was given up and may still read the arena."""
         return self._given_up and self._thread is not None
 
     def send(self, command: Command, handle: int | None = None) -> None:

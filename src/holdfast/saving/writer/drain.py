@@ -10,24 +10,42 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 
-from blake3 import blake3
-
 from holdfast.ondisk import paths
-from holdfast.ondisk.manifest import BLOCK_BYTES, ChunkRecord, FileRecord, tensor_file_digest
+from holdfast.ondisk.manifest import BLOCK_BYTES, ChunkRecord, FileRecord, digest_of, tensor_file_digest
 from holdfast.saving.messages import Receipt
 from holdfast.saving.staging.arena import Arena
 from holdfast.saving.staging.budget import own_processors
 from holdfast.saving.writer.messages import Image, PlainImage
-from holdfast.storage.base import Sink, Storage
+from holdfast.storage.base import WRITE_PIECE_BYTES, Sink, Storage
 
-PIECE_BYTES = 8 << 20
 _PAUSE_SECONDS = 0.001
 _PATIENCE_SECONDS = 0.25
-_PATIENT_BYTES = 256 << 20
 _MAX_DIGESTERS = 4
-_BLOCKS_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class Digesters:
+    """How the images are digested.
+
+    processors: how many this rank has, for the number of threads; None finds it out
+    patient_bytes: a save of more is digested by more than one thread, and not before it is staged
+    blocks_at_once: how many blocks a thread takes before it asks for more
+    digest: what digests a block. start: what starts a thread.
+    """
+
+    processors: int | None = None
+    patient_bytes: int = 256 << 20
+    blocks_at_once: int = 16
+    digest: Callable[[memoryview], str] = digest_of
+    start: Callable[[threading.Thread], None] = threading.Thread.start
+
+    def count(self, size_bytes: int) -> int:
+        """Return the number of digesting threads. One keeps up with one disk; a faster one needs more."""
+        processors = self.processors if self.processors is not None else own_processors()
+        return max(1, min(_MAX_DIGESTERS, processors // 4, size_bytes // self.patient_bytes))
 
 
 def drain(
@@ -40,6 +58,7 @@ def drain(
     eager: bool,
     check_source: Callable[[], None],
     on_created: Callable[[str], None],
+    digesters: Digesters = Digesters(),  # noqa: B008, it is immutable
 ) -> Receipt:
     """Write everything, and return when bytes and names are durable.
 
@@ -49,7 +68,7 @@ def drain(
     `check_source` raises when staging will never finish; it is called while there is nothing to do. `on_created` is
     called with the name of every file that this call created: only those may be removed.
     """
-    digesting = _Digesting(images, arena, patient=not eager)
+    digesting = _Digesting(images, arena, digesters, patient=not eager)
     digesting.start()
     try:
         if images and not eager:
@@ -82,8 +101,8 @@ def _be_patient(arena: Arena, end: int, check_source: Callable[[], None]) -> Non
 
 
 def _write_image(image: Image, arena: Arena, sink: Sink, check_source: Callable[[], None]) -> None:
-    for start in range(image.start, image.end, PIECE_BYTES):
-        end = min(start + PIECE_BYTES, image.end)
+    for start in range(image.start, image.end, WRITE_PIECE_BYTES):
+        end = min(start + WRITE_PIECE_BYTES, image.end)
         while arena.staged < end:
             check_source()
             time.sleep(_PAUSE_SECONDS)
@@ -94,7 +113,7 @@ def _write_image(image: Image, arena: Arena, sink: Sink, check_source: Callable[
 def _write_plain(file: PlainImage, arena: Arena, sink: Sink) -> FileRecord:
     memory = arena.memory[file.start : file.start + file.size_bytes]
     sink.write(memory)
-    return FileRecord(name=file.name, size_bytes=file.size_bytes, digest=blake3(memory).hexdigest())
+    return FileRecord(name=file.name, size_bytes=file.size_bytes, digest=digest_of(memory))
 
 
 class _Digesting:
@@ -102,9 +121,10 @@ class _Digesting:
     `patient` waits until everything is staged: a digest takes a processor, of which a trainer's copy can use
     all, and the disk is slower than either."""
 
-    def __init__(self, images: Sequence[Image], arena: Arena, *, patient: bool) -> None:
+    def __init__(self, images: Sequence[Image], arena: Arena, digesters: Digesters, *, patient: bool) -> None:
         self._images = images
         self._arena = arena
+        self._digesters = digesters
         self._patient = patient
         self._digests = [[[""] * -(-chunk.size_bytes // BLOCK_BYTES) for chunk in image.chunks] for image in images]
         self._blocks = _each_block(images, self._digests)
@@ -117,7 +137,7 @@ class _Digesting:
 
     def start(self) -> None:
         with _ignoring_thread_limits():
-            self._thread.start()
+            self._digesters.start(self._thread)
 
     def stop(self) -> None:
         self._stopped = True
@@ -138,9 +158,9 @@ class _Digesting:
     def _run(self) -> None:
         end = self._images[-1].end if self._images else 0
         with self._noted():
-            if self._patient and end > _PATIENT_BYTES:
+            if self._patient and end > self._digesters.patient_bytes:
                 self._wait_until_staged(end)
-            with self._helpers(_digesters(end) - 1):
+            with self._helpers(self._digesters.count(end) - 1):
                 self._work()
             if not self._stopped:
                 self._put_together()
@@ -154,7 +174,7 @@ class _Digesting:
         try:
             with _ignoring_thread_limits():
                 for helper in helpers:
-                    helper.start()
+                    self._digesters.start(helper)
             yield
         finally:
             for helper in helpers:
@@ -166,13 +186,13 @@ class _Digesting:
         with self._noted():
             while not self._stopped:
                 with self._taking:
-                    blocks = list(islice(self._blocks, _BLOCKS_AT_ONCE))
+                    blocks = list(islice(self._blocks, self._digesters.blocks_at_once))
                 if not blocks:
                     return
                 for digests, index, start, stop in blocks:
                     if staged < stop:
                         staged = self._wait_until_staged(stop)
-                    digests[index] = blake3(memory[start:stop]).hexdigest()
+                    digests[index] = self._digesters.digest(memory[start:stop])
 
     @contextmanager
     def _noted(self) -> Iterator[None]:
@@ -228,8 +248,3 @@ def _ignoring_thread_limits() -> Iterator[None]:
     """Suppress the failure to start a thread, as at the end of a process: the caller then does the work itself."""
     with contextlib.suppress(RuntimeError):
         yield
-
-
-def _digesters(size_bytes: int) -> int:
-    """Return the number of digesting threads. One keeps up with one disk; a faster one needs more."""
-    return max(1, min(_MAX_DIGESTERS, own_processors() // 4, size_bytes // _PATIENT_BYTES))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from holdfast.saving.staging.arena import Arena
 from holdfast.saving.writer.client import Writer, start_writer
@@ -15,10 +16,11 @@ logger = logging.getLogger("holdfast")
 
 
 class WriterSupervisor:
-    """At most one writer, for one storage. `writer` is None as long as none runs."""
+    """At most one writer, for one storage. `writer` is None as long as none runs; `start` starts one."""
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: Storage, start: Callable[[Storage], Writer] = start_writer) -> None:
         self.writer: Writer | None = None
+        self.start = start
         self._storage = storage
 
     def discard_dead_writer(self, last_step: int | None) -> bool:
@@ -39,7 +41,7 @@ class WriterSupervisor:
     def ready_writer(self, arena: Arena, layout: Layout) -> Writer:
         """Return a running writer that has the arena and the layout."""
         if self.writer is None:
-            self.writer = start_writer(self._storage)
+            self.writer = self.start(self._storage)
         self.writer.use_arena(arena)
         self.writer.use_layout(layout)
         return self.writer

@@ -58,7 +58,7 @@ class Accelerator(Protocol):
 
     @property
     def type(self) -> str:
-        """The `torch.device.type` of these devices, under which their random state is stored, too."""
+        """Return the `torch.device.type` of these devices, under which their random state is stored."""
 
     # Streams
 

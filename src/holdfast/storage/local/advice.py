@@ -33,9 +33,9 @@ def explained(error: OSError, doing: str, file: str) -> StorageError:
     if isinstance(error, StorageError):
         return error
     if isinstance(error, FileExistsError):
-        return KeyExistsError("it exists already, and a name is written once", errno=errno.EEXIST, file=file)
+        return KeyExistsError("the key exists already, and a name is written once", errno=errno.EEXIST, file=file)
     if isinstance(error, FileNotFoundError):
-        return KeyMissingError("it does not exist", errno=errno.ENOENT, file=file)
+        return KeyMissingError("the key does not exist", errno=errno.ENOENT, file=file)
     kind = KeyDamagedError if error.errno in _SOMETHING_ELSE else StorageError
     return kind.of(error, doing, file=file, advice=_ADVICE.get(error.errno or 0, ""))
 

@@ -30,7 +30,7 @@ class Bypass:
 
     @classmethod
     def where_it_pays(cls, disk: Disk, file: int, size_bytes: int) -> Self | None:
-        """A bypass for a large file that is hardly cached; None where it would not be faster, or is refused."""
+        """Return a bypass for a large file that is hardly cached; None where it would not be faster, or is refused."""
         if size_bytes < _LARGE_BYTES or not _is_cold(disk, file, size_bytes):
             return None
         try:
@@ -45,7 +45,7 @@ class Bypass:
         return cls(disk, second)
 
     def read(self, target: memoryview, offset: int) -> int:
-        """How many of the first bytes were read. The rest, which may be all, wants an ordinary read."""
+        """Return how many of the first bytes were read. The rest, which may be all, wants an ordinary read."""
         if offset % ALIGNMENT_BYTES:
             return 0
         whole_bytes = len(target) - len(target) % ALIGNMENT_BYTES
@@ -71,7 +71,7 @@ class Bypass:
 
 
 def _is_cold(disk: Disk, file: int, size_bytes: int) -> bool:
-    """Whether little of the file is in the page cache, as some bytes of it show."""
+    """Return whether little of the file is in the page cache, as some bytes of it show."""
     step = size_bytes // _PROBES
     # Never the same places: the kernel may begin to read what is asked for here, and it would be there the next time.
     first = time.monotonic_ns() % step

@@ -16,7 +16,7 @@ __all__ = ["Disk"]
 
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _CREATE_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-# O_NONBLOCK: opening a FIFO that somebody put in the place of a file must not wait for a writer to come.
+# O_NONBLOCK: opening a FIFO in the place of a file must not wait for a writer to come.
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _FILE_MODE = 0o666
 _FOLDER_MODE = 0o777
@@ -31,7 +31,7 @@ class Disk:
     # Folders
 
     def open_root(self, path: str) -> int:
-        """A handle of a folder by its path; the only call that follows links, for the root is the user's choice."""
+        """Return a handle of a folder by its path; the only call that follows links: the user chose the root."""
         return os.open(path, _FOLDER_FLAGS)
 
     def open_folder(self, folder: int, name: str) -> int:
@@ -52,27 +52,27 @@ class Disk:
     # Files
 
     def create_file(self, folder: int, name: str) -> int:
-        """A new, empty file; `FileExistsError` when there is anything under that name."""
+        """Return a new, empty file; `FileExistsError` when there is anything under that name."""
         return os.open(name, _CREATE_FLAGS, _FILE_MODE, dir_fd=folder)
 
     def create_unnamed(self, folder: int) -> int:
-        """A new file of that folder's file system that has no name yet and vanishes if it never gets one."""
+        """Return a new file of that folder's file system that has no name yet and vanishes if it never gets one."""
         return os.open(".", os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, _FILE_MODE, dir_fd=folder)
 
     def open_file(self, folder: int, name: str) -> int:
-        """A handle for reading. It may be of something that is no regular file: look at its status."""
+        """Return a handle for reading. It may be of something that is no regular file: look at its status."""
         return os.open(name, _READ_FLAGS, dir_fd=folder)
 
     def reopen_file(self, file: int) -> int:
-        """A second handle for reading the file of a handle, whatever its name leads to by now."""
+        """Return a second handle for reading the file of a handle, whatever its name leads to by now."""
         return os.open(f"/proc/self/fd/{file}", _READ_FLAGS & ~os.O_NOFOLLOW)
 
     def write_at(self, file: int, data: memoryview, offset: int) -> int:
-        """How many of the bytes were written, which may be fewer than were given."""
+        """Return how many of the bytes were written, which may be fewer than were given."""
         return os.pwrite(file, data, offset)
 
     def read_at(self, file: int, target: memoryview, offset: int) -> int:
-        """How many bytes were read, which may be fewer than fit; 0 is the end of the file."""
+        """Return how many bytes were read, which may be fewer than fit; 0 is the end of the file."""
         return os.preadv(file, [target], offset)
 
     def fsync_file(self, file: int) -> None:
@@ -116,7 +116,7 @@ class Disk:
     # Looking, and letting go
 
     def status(self, folder: int, name: str) -> os.stat_result:
-        """What is under that name, a link itself and not what it points to."""
+        """Return what is under that name, a link itself and not what it points to."""
         return os.stat(name, dir_fd=folder, follow_symlinks=False)
 
     def status_of(self, handle: int) -> os.stat_result:

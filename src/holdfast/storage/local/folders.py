@@ -123,7 +123,7 @@ class Folders:
             raise
         except NotADirectoryError as error:
             raise StorageError(
-                "it is, or lies below, something that is no folder",
+                "the path is, or is below, something that is no folder",
                 errno=errno.ENOTDIR,
                 file=self._root,
                 advice="give the path of a folder; one that does not exist is made",

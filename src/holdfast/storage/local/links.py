@@ -64,7 +64,9 @@ class LocalLinks:
         except FileNotFoundError:
             return
         if not stat.S_ISLNK(status.st_mode):
-            raise StorageError("it is no link, and only a link is replaced", errno=errno.EEXIST, file=self._path(name))
+            raise StorageError(
+                "the name is no link, and only a link is replaced", errno=errno.EEXIST, file=self._path(name)
+            )
 
     def _path(self, name: str) -> str:
         return os.path.join(self._root, name)

@@ -47,7 +47,7 @@ class LocalStorage:
         path = os.fspath(root)
         if not isinstance(path, str) or path == "" or "\0" in path:
             raise UsageError(f"{path!r} is no path of a folder")
-        # The folder above a link is that of its target: only the system can say what `..` means there.
+        # The folder above a link is that of its target: only the system knows what `..` means there.
         self._root = os.path.realpath(path) if os.pardir in path.split(os.sep) else os.path.abspath(path)
         self._disk = disk
         self._folders = Folders(self._root, disk)
@@ -91,7 +91,7 @@ class LocalStorage:
         with self.open(key) as source:
             if source.size_bytes > limit_bytes:
                 raise KeyDamagedError(
-                    f"it has {source.size_bytes} bytes, and at most {limit_bytes} are expected here",
+                    f"the key has {source.size_bytes} bytes, and at most {limit_bytes} are expected here",
                     errno=errno.EFBIG,
                     file=self._path(key),
                 )
@@ -154,7 +154,7 @@ class LocalStorage:
         return status.st_dev, status.st_ino
 
     def _displace(self, key: str) -> str:
-        """Rename whatever lies in the place of a key, also a folder with all that is in it, a link or a special file.
+        """Rename whatever has the name of a key, also a folder with all that is in it, a link or a special file.
         Return the new key, in the same folder: nothing reads it, and nothing in it is lost."""
         *folders, name = key_parts(key)
         new_name = f"{_DISPLACED_PREFIX}{os.urandom(4).hex()}.{name}"

@@ -73,7 +73,7 @@ def _move_to_free_name(disk: Disk, file: int, folder: int, temporary: str, name:
     try:
         disk.link(folder, temporary, name)
     except FileExistsError:
-        # A file server whose first answer was lost reports this of its own work: two names, one of them ours alone.
+        # A file server whose first answer was lost reports this for the link that it made: two names, one ours alone.
         if disk.status_of(file).st_nlink != 2:
             raise
     except OSError as error:
@@ -91,5 +91,5 @@ def try_unlink(disk: Disk, folder: int, name: str) -> None:
 
 
 def temporary_name() -> str:
-    """Return a name that is no key and is never listed, for a file on its way to its own."""
+    """Return a name that is no key and is never listed, for a file that gets its own name later."""
     return TEMPORARY_PREFIX + os.urandom(8).hex()

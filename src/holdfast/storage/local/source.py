@@ -73,14 +73,14 @@ class LocalSource:
 
     def _read_some(self, view: memoryview, offset: int) -> int:
         if self._file is None:
-            raise StorageError("it was closed before this read", errno=errno.EBADF, file=self._path)
+            raise StorageError("the source was closed before this read", errno=errno.EBADF, file=self._path)
         try:
             count = self._disk.read_at(self._file, view, offset)
         except OSError as error:
             raise explained(error, "reading it", self._path) from error
         if count == 0:
             raise KeyDamagedError(
-                f"it ends before byte {offset + len(view)}: the file is shorter than it should be",
+                f"the key ends before byte {offset + len(view)}: the file is shorter than it should be",
                 file=self._path,
                 byte_range=(offset, offset + len(view)),
             )
@@ -89,9 +89,9 @@ class LocalSource:
     def _regular_size_bytes(self, file: int) -> int:
         status = self._disk.status_of(file)
         if stat.S_ISDIR(status.st_mode):
-            raise KeyMissingError("it is a folder, and holds no bytes", errno=errno.EISDIR, file=self._path)
+            raise KeyMissingError("the key is a folder, and holds no bytes", errno=errno.EISDIR, file=self._path)
         if not stat.S_ISREG(status.st_mode):
-            raise KeyDamagedError("it is no regular file", errno=errno.ENXIO, file=self._path)
+            raise KeyDamagedError("the key is no regular file", errno=errno.ENXIO, file=self._path)
         return status.st_size
 
     def __enter__(self) -> Self:

@@ -19,13 +19,12 @@ from types import TracebackType
 from typing import Self
 
 from holdfast.errors import StorageError
-from holdfast.storage.base import Bytes
+from holdfast.storage.base import WRITE_PIECE_BYTES, Bytes
 from holdfast.storage.local.advice import explained
 from holdfast.storage.local.disk import Disk
 
 __all__ = ["FileSink", "Pen"]
 
-PIECE_BYTES = 8 << 20
 # One buffer is being written, one waits, one is being filled: a caller that comes in bursts does not stop the disk.
 _BUFFERS_PER_SINK = 3
 _POOLED_BUFFERS = 4
@@ -40,7 +39,7 @@ class FileSink:
 
     `path` is for messages. `discard` removes the file when it is given up, after its handle was closed. An error, also
     one of the thread, is raised once, by the `write` or `close` that meets it; from then on the sink is given up, and
-    every further call says so. A sink that is dropped without `close` leaves its file as a crash would.
+    every further call raises. A sink that is dropped without `close` leaves its file as a crash would.
     """
 
     def __init__(self, disk: Disk, file: int, path: str, size_bytes: int, *, discard: Callable[[], None]) -> None:
@@ -104,7 +103,7 @@ class FileSink:
 
     def _require_open(self) -> None:
         if self._state != "open":
-            raise StorageError(f"it takes no bytes any more: it was {self._state} before", file=self._path)
+            raise StorageError(f"the sink takes no more bytes: it was {self._state} before", file=self._path)
 
     def _require_announced_size(self) -> None:
         if self._taken_bytes != self._size_bytes:
@@ -264,7 +263,7 @@ class _Lane:
         return self._buffers_taken == 0
 
     def free_buffer(self) -> memoryview:
-        """A buffer to fill; waits for the disk when all are full."""
+        """Return a buffer to fill; waits for the disk when all are full."""
         if self._buffers_taken == 0:
             self._pen.try_direct()
         if self._buffers_taken < _BUFFERS_PER_SINK:
@@ -313,10 +312,10 @@ class _Lane:
 
 
 def _is_aligned(data: memoryview) -> bool:
-    """Whether these bytes can be written past the page cache from where they lie."""
+    """Return whether these bytes can be written past the page cache from where they lie."""
     if len(data) < _ALIGNMENT_BYTES or data.readonly:
         return False
-    # Imported here: whoever only reads, as the command line does, need not pay for it.
+    # Imported here: a process that only reads, as the command line does, does not need it.
     import ctypes
 
     return ctypes.addressof(ctypes.c_ubyte.from_buffer(data)) % _ALIGNMENT_BYTES == 0
@@ -340,7 +339,7 @@ def _give_buffer(buffer: memoryview) -> None:
 
 def _new_buffer() -> memoryview:
     # Private, for a forked child must not write into the buffers of its parent.
-    memory = mmap.mmap(-1, PIECE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, WRITE_PIECE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)
     except (AttributeError, OSError):

@@ -8,7 +8,7 @@
             return MyStorage(...)          # another object on the same place, as a second process would open it
 
 `tmp_path` is pytest's. A storage that passes can hold a run. `many_keys` is more than the storage lists in one answer.
-What only a power cut can show, that bytes and names are durable when they are said to be, no contract can ask.
+What only a power cut can show, that bytes and names really are durable, a contract cannot test.
 """
 
 from holdfast.testing.contract.storage import StorageContract

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from holdfast.saving.staging.arena import Arena
-from holdfast.saving.writer.drain import PIECE_BYTES, drain
+from holdfast.saving.writer.drain import drain
 from holdfast.saving.writer.messages import Image, Place
+from holdfast.storage.base import WRITE_PIECE_BYTES
 from holdfast.storage.local.local import LocalStorage
 
-SIZE_BYTES = 3 * PIECE_BYTES
+SIZE_BYTES = 3 * WRITE_PIECE_BYTES
 # A processor may keep any two accesses in order by luck. What can be tested is that each side passes the fence in the
 # right place: the fence writes a byte of the control page through the file, which is seen in the mapped page.
 FENCE_BYTE = 64

@@ -14,16 +14,21 @@ from holdfast.saving.messages import StateSummary
 from holdfast.saving.staging.budget import free_for_staging
 
 GIB = 1 << 30
-_ASK = "from holdfast.saving.staging.budget import ranks_here; print(ranks_here())"
+_ASK = "from holdfast.saving.staging.budget import own_processors, ranks_here; print({})"
 # Every variable that a launcher may have set for the process that runs the tests.
 _LAUNCHERS = ("LOCAL_WORLD_SIZE", "SLURM_", "OMPI_", "MPI_", "MV2_", "PMI_", "PALS_", "JSM_")
 
 
-def ask(variables: dict[str, str]) -> int:
-    """How many ranks a process believes to share its machine, in this environment."""
+def ask(variables: dict[str, str], question: str = "ranks_here()") -> int:
+    """Return the answer of a new process in this environment: how many ranks it believes to share its machine."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
     done = subprocess.run(
-        [sys.executable, "-c", _ASK], env={**clean, **variables}, capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", _ASK.format(question)],
+        env={**clean, **variables},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
     )
     return int(done.stdout)
 
@@ -54,6 +59,17 @@ SRUN = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "17"}
 )
 def test_the_ranks_of_a_machine_are_counted_as_their_launcher_says(variables: dict[str, str], expected: int) -> None:
     assert ask(variables) == expected
+
+
+@pytest.mark.parametrize(
+    ("allowed", "ranks", "own"), [(1, "", 1), (16, "", 16), (16, "2", 8), (16, "x", 16), (16, "-3", 16), (4, "8", 1)]
+)
+def test_the_ranks_of_a_machine_share_its_processors(allowed: int, ranks: str, own: int) -> None:
+    assert ask({"LOCAL_WORLD_SIZE": ranks}, f"own_processors({allowed})") == own
+
+
+def test_without_a_number_the_processors_are_those_that_this_process_may_use() -> None:
+    assert ask({}, "own_processors()") == len(os.sched_getaffinity(0))
 
 
 def machine(root: Path, free_bytes: int, groups: str) -> Path:

@@ -1,23 +1,23 @@
 """Images are written and digested while they are being staged, by however many threads."""
 
+from __future__ import annotations
+
 import gc
-import os
 import random
 import threading
 import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from blake3 import blake3
 
-from holdfast.ondisk.manifest import BLOCK_BYTES, tensor_file_digest
+from holdfast.ondisk.manifest import BLOCK_BYTES, digest_of, tensor_file_digest
 from holdfast.saving.messages import Receipt
-from holdfast.saving.staging import budget
 from holdfast.saving.staging.arena import Arena
-from holdfast.saving.writer import drain as module
-from holdfast.saving.writer.drain import drain
+from holdfast.saving.writer.drain import Digesters, _Digesting, drain
 from holdfast.saving.writer.messages import Image, Place, PlainImage
 from holdfast.storage.local.local import LocalStorage
 
@@ -52,7 +52,9 @@ def make_images() -> list[Image]:
     return images
 
 
-def drained(images: list[Image], arena: Arena, storage: LocalStorage, *, eager: bool = True) -> Receipt:
+def drained(
+    images: list[Image], arena: Arena, storage: LocalStorage, digesters: Digesters, *, eager: bool = True
+) -> Receipt:
     plain = [PlainImage("values.json", images[-1].end, 100)]
     return drain(
         FOLDER,
@@ -63,24 +65,28 @@ def drained(images: list[Image], arena: Arena, storage: LocalStorage, *, eager: 
         eager=eager,
         check_source=lambda: None,
         on_created=lambda name: None,
+        digesters=digesters,
     )
 
 
-def have_digesters(count: int, monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """Which threads digest from now on, besides this one. No block is digested before so many are at work."""
-    monkeypatch.setattr(module, "_PATIENT_BYTES", 1 << 20)
-    monkeypatch.setattr(module, "_BLOCKS_AT_ONCE", 1)
-    monkeypatch.setattr(module, "own_processors", lambda: 4 * count)
-    here, seen, all_at_work = threading.get_ident(), set[int](), threading.Barrier(count)
+class Noting:
+    """Digests blocks, and notes which threads do, besides the one that made it. None of them finishes its first block
+    before `count` are at work."""
 
-    def noting(data: memoryview) -> object:
-        if threading.get_ident() not in {here, *seen}:
-            seen.add(threading.get_ident())
-            all_at_work.wait(60)
-        return blake3(data)
+    def __init__(self, count: int) -> None:
+        self.seen: set[int] = set()
+        self._here = threading.get_ident()
+        self._all_at_work = threading.Barrier(count)
 
-    monkeypatch.setattr(module, "blake3", noting)
-    return seen
+    def __call__(self, data: memoryview) -> str:
+        if threading.get_ident() not in {self._here, *self.seen}:
+            self.seen.add(threading.get_ident())
+            self._all_at_work.wait(300)
+        return digest_of(data)
+
+
+def digesters(count: int, **options: Any) -> Digesters:
+    return Digesters(processors=4 * count, patient_bytes=1 << 20, blocks_at_once=1, **options)
 
 
 def require_right(receipt: Receipt, images: list[Image], arena: Arena, folder: Path) -> None:
@@ -103,9 +109,9 @@ def require_right(receipt: Receipt, images: list[Image], arena: Arena, folder: P
 @pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize("count", [1, 4])
 def test_what_is_staged_bit_by_bit_is_written_and_digested_whole(
-    count: int, eager: bool, arena: Arena, storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    count: int, eager: bool, arena: Arena, storage: LocalStorage, tmp_path: Path
 ) -> None:
-    seen = have_digesters(count, monkeypatch)
+    noting = Noting(count)
     images = make_images()
     final = bytes(arena.memory)
     arena.memory[: images[-1].end] = bytes(images[-1].end)
@@ -118,29 +124,25 @@ def test_what_is_staged_bit_by_bit_is_written_and_digested_whole(
 
     staging = threading.Thread(target=stage)
     staging.start()
-    receipt = drained(images, arena, storage, eager=eager)
+    receipt = drained(images, arena, storage, digesters(count, digest=noting), eager=eager)
     staging.join()
     require_right(receipt, images, arena, tmp_path / FOLDER)
-    assert len(seen) == count
+    assert len(noting.seen) == count
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_a_digest_that_fails_fails_the_save(
-    count: int, arena: Arena, storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    have_digesters(count, monkeypatch)
+def test_a_digest_that_fails_fails_the_save(count: int, arena: Arena, storage: LocalStorage) -> None:
     calls = iter(range(100))
 
-    def failing(data: memoryview) -> object:
+    def failing(data: memoryview) -> str:
         if next(calls) == 9:
             raise MemoryError("no room")
-        return blake3(data)
+        return digest_of(data)
 
-    monkeypatch.setattr(module, "blake3", failing)
     images = make_images()
     arena.staged = images[-1].end
     with pytest.raises(MemoryError, match="no room"):
-        drained(images, arena, storage)
+        drained(images, arena, storage, digesters(count, digest=failing))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("holdfast-digest")]
 
 
@@ -155,9 +157,8 @@ class Unreadable:
         raise MemoryError("no room")
 
 
-def test_a_failure_before_the_first_digest_fails_the_save(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    have_digesters(1, monkeypatch)
-    digesting = module._Digesting(make_images(), Unreadable(arena), patient=True)  # type: ignore[arg-type]
+def test_a_failure_before_the_first_digest_fails_the_save(arena: Arena) -> None:
+    digesting = _Digesting(make_images(), Unreadable(arena), digesters(1), patient=True)  # type: ignore[arg-type]
     digesting.start()
     with pytest.raises(MemoryError, match="no room"):
         digesting.result()
@@ -165,23 +166,20 @@ def test_a_failure_before_the_first_digest_fails_the_save(arena: Arena, monkeypa
 
 @pytest.mark.parametrize("allowed", [0, 1, 2])
 def test_where_no_more_threads_can_be_started_those_that_run_do_it_all(
-    allowed: int, arena: Arena, storage: LocalStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    allowed: int, arena: Arena, storage: LocalStorage, tmp_path: Path
 ) -> None:
-    have_digesters(4, monkeypatch)
-    monkeypatch.setattr(module, "blake3", blake3)
-    start, started = threading.Thread.start, []
+    started: list[threading.Thread] = []
 
     def limited(thread: threading.Thread) -> None:
-        if thread.name.startswith("holdfast-digest"):
-            if len(started) == allowed:
-                raise RuntimeError("can't start new thread")
-            started.append(thread)
-        start(thread)
+        if len(started) == allowed:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        thread.start()
 
-    monkeypatch.setattr(threading.Thread, "start", limited)
     images = make_images()
     arena.staged = images[-1].end
-    require_right(drained(images, arena, storage), images, arena, tmp_path / FOLDER)
+    receipt = drained(images, arena, storage, digesters(4, start=limited))
+    require_right(receipt, images, arena, tmp_path / FOLDER)
     assert len(started) == allowed
     assert not any(thread.is_alive() for thread in started)
 
@@ -205,16 +203,7 @@ def test_a_save_that_failed_does_not_keep_the_arena(storage: LocalStorage) -> No
         gc.enable()
 
 
-@pytest.mark.parametrize(
-    ("processors", "ranks", "wanted"),
-    [(1, "", 1), (7, "", 1), (16, "", 4), (16, "2", 2), (16, "x", 4), (16, "-3", 4), (64, " 8", 2)],
-)
-def test_a_rank_digests_with_a_part_of_its_own_processors(
-    processors: int, ranks: str, wanted: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(processors)))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    # Ranks that were simulated in this process have counted themselves.
-    monkeypatch.setattr(budget, "_counted", 1)
-    assert module._digesters(100 << 30) == wanted
-    assert module._digesters(1 << 20) == 1
+@pytest.mark.parametrize(("processors", "wanted"), [(1, 1), (7, 1), (8, 2), (16, 4), (64, 4)])
+def test_a_rank_digests_with_a_part_of_its_own_processors(processors: int, wanted: int) -> None:
+    assert Digesters(processors=processors).count(100 << 30) == wanted
+    assert Digesters(processors=processors).count(1 << 20) == 1, "a small save is digested by one thread"

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from holdfast.errors import StorageError
+from holdfast.storage.base import WRITE_PIECE_BYTES
 from holdfast.storage.local.disk import Disk
 from holdfast.storage.local.page_cache import PageCache
-from holdfast.storage.local.streaming import PIECE_BYTES, FileSink
+from holdfast.storage.local.streaming import FileSink
 
-SIZES = [0, 1, 4095, 4096, 1 << 20, (1 << 20) + 1, PIECE_BYTES, 3 * PIECE_BYTES + 5000]
+SIZES = [0, 1, 4095, 4096, 1 << 20, (1 << 20) + 1, WRITE_PIECE_BYTES, 3 * WRITE_PIECE_BYTES + 5000]
 
 
 class RefusingCache(PageCache):
@@ -36,7 +37,7 @@ class Failing(Disk):
     failed = False
 
     def write_at(self, file: int, data: memoryview, offset: int) -> int:
-        if offset >= PIECE_BYTES and not self.failed:
+        if offset >= WRITE_PIECE_BYTES and not self.failed:
             self.failed = True
             raise OSError(errno.EIO, "bad sector")
         return super().write_at(file, data, offset)
@@ -71,7 +72,7 @@ def test_a_file_is_what_was_streamed_into_it(size: int, manner: str, disk: Disk,
     assert (tmp_path / "file").read_bytes() == memory[:size]
 
 
-@pytest.mark.parametrize("written", [0, 99, 101, PIECE_BYTES + 1])
+@pytest.mark.parametrize("written", [0, 99, 101, WRITE_PIECE_BYTES + 1])
 def test_a_file_of_another_size_than_was_announced_is_refused_and_removed(written: int, tmp_path: Path) -> None:
     sink = sink_into(tmp_path / "file", 100, Disk())
     sink.write(bytes(written))
@@ -85,8 +86,8 @@ def test_a_file_of_another_size_than_was_announced_is_refused_and_removed(writte
 @pytest.mark.parametrize("manner", ["pages", "odd"])
 def test_an_error_of_the_disk_is_raised_once_and_the_file_is_removed(manner: str, tmp_path: Path) -> None:
     before = os.listdir("/proc/self/fd")
-    memory = mmap.mmap(-1, 6 * PIECE_BYTES)
-    sink = sink_into(tmp_path / "file", 6 * PIECE_BYTES, Failing())
+    memory = mmap.mmap(-1, 6 * WRITE_PIECE_BYTES)
+    sink = sink_into(tmp_path / "file", 6 * WRITE_PIECE_BYTES, Failing())
 
     def stream() -> None:
         for piece in pieces_of(memoryview(memory), manner):
@@ -106,8 +107,8 @@ def test_an_error_of_the_disk_is_raised_once_and_the_file_is_removed(manner: str
 
 def test_a_block_that_raises_leaves_no_file(tmp_path: Path) -> None:
     def work() -> Any:
-        with sink_into(tmp_path / "file", 3 * PIECE_BYTES, Disk()) as sink:
-            sink.write(bytes(2 * PIECE_BYTES))
+        with sink_into(tmp_path / "file", 3 * WRITE_PIECE_BYTES, Disk()) as sink:
+            sink.write(bytes(2 * WRITE_PIECE_BYTES))
             raise KeyError("in the caller")
 
     with pytest.raises(KeyError, match="in the caller"):

@@ -1,0 +1,1 @@
+"""Folders of `torch.distributed.checkpoint`: read without a process group, and written."""

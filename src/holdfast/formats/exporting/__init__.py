@@ -1,0 +1,1 @@
+"""Weights of any source to another format: `export`."""

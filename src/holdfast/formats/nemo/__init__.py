@@ -1,0 +1,1 @@
+"""NeMo's archives, and tar archives of strangers in general."""
