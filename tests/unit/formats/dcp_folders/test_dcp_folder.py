@@ -181,6 +181,15 @@ def test_a_place_outside_of_the_folder_is_refused(place: str, folder: pathlib.Pa
 
 
 @pytest.mark.guarantee("G9")
+def test_a_place_outside_is_refused_in_an_archive_too(folder: pathlib.Path) -> None:
+    change_places(folder, relative_path="../outside")
+    with BinaryFile.open(folder / ".metadata") as metadata, BinaryFile.open(folder / "__0_0.distcp") as data:
+        files = {".metadata": metadata, "../outside": data}
+        with pytest.raises(UnsafeContentError, match="outside"):
+            open_dcp(files, "archive")
+
+
+@pytest.mark.guarantee("G9")
 def test_a_link_out_of_the_folder_is_refused(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
     (folder / "__0_0.distcp").rename(tmp_path / "elsewhere")
     (folder / "__0_0.distcp").symlink_to(tmp_path / "elsewhere")
@@ -221,6 +230,11 @@ def collide(metadata: Metadata) -> None:
     metadata.planner_data["step"] = ("model",)
 
 
+def collide_first(metadata: Metadata) -> None:
+    others = {name: path for name, path in metadata.planner_data.items() if name != "step"}
+    metadata.planner_data = {"step": ("model",), **others}
+
+
 def make_a_hole(metadata: Metadata) -> None:
     metadata.planner_data["groups.1.lr"] = ("groups", 1 << 40, "lr")
 
@@ -237,7 +251,8 @@ def lose_storage(metadata: Metadata) -> None:
         (lose_a_place, "does not say where"),
         (change_a_type, "float32.* is stored, not int32"),
         (change_a_shape, r"is stored, not float32\[2, 6\]"),
-        (collide, "model"),
+        (collide, "two values are at"),
+        (collide_first, "a value is at a part of"),
         (make_a_hole, "holes"),
         (lose_storage, "where anything is stored"),
     ],

@@ -146,7 +146,11 @@ def test_plain_values_are_read_with_their_types(zipped: bool, protocol: int, tmp
 
 def test_values_of_numpy_are_read(tmp_path: pathlib.Path) -> None:
     name, keys, *rest = numpy.random.RandomState(1).get_state()
-    arrays = [numpy.arange(6, dtype=">i4").reshape(2, 3), numpy.asfortranarray(numpy.eye(3)), numpy.array(["ab", "c"])]
+    arrays = [
+        numpy.arange(6, dtype=">i4").reshape(2, 3),
+        numpy.asfortranarray(numpy.arange(6.0).reshape(2, 3)),
+        numpy.array(["ab", "c"]),
+    ]
     value = {"state": (name, keys, *rest), "scalars": [numpy.float64(2.5), numpy.int32(-1)], "arrays": arrays}
     with opened(saved(value, tmp_path)) as source:
         assert source.tree["state"][0] == name
