@@ -1,4 +1,4 @@
-"""What a format is: how its files are recognised, opened and written. A format of one's own is one such class.
+"""What a format is: how its files are recognised, opened and written. A custom format is one such class.
 
 A package registers a format with an entry point of the group `holdfast.formats`: its name is the format's, its value a
 `Format` class.

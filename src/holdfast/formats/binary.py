@@ -1,7 +1,7 @@
 """Read ranges of a file, or of a part of one, such as a member of an archive. Paths enter; bytes leave.
 
 Files may come from a stranger: only regular files are opened, and no range outside of the file is read. They are never
-mapped: a mapped file that somebody truncates ends the process.
+mapped: when a mapped file is truncated, the process ends.
 """
 
 from __future__ import annotations

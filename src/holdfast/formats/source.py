@@ -115,22 +115,22 @@ class Source(ABC):
     @property
     @abstractmethod
     def tree(self) -> Mapping[str, Any]:
-        """Everything that is stored, as nested dicts, lists and plain values, with a `TensorEntry` in the place of each
+        """Return everything that is stored, as nested dicts, lists and plain values, with a `TensorEntry` in the place of each
         tensor. No tensor is read."""
 
     @property
     def identity(self) -> str:
-        """What must be the same on all ranks that read one checkpoint together."""
+        """Return what must be the same on all ranks that read one checkpoint together."""
         return self.location
 
     @property
     def config(self) -> Any:
-        """The configuration that is stored with the weights, as plain values; None where there is none."""
+        """Return the configuration that is stored with the weights, as plain values; None where there is none."""
         return None
 
     @property
     def assets(self) -> Mapping[str, Asset]:
-        """The files beside the weights, by their relative path."""
+        """Return the files beside the weights, by their relative path."""
         return {}
 
     def weights_trees(self) -> Sequence[str]:

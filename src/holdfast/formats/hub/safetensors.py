@@ -30,7 +30,7 @@ INDEX_FILE = "model.safetensors.index.json"
 _SUFFIX = ".safetensors"
 
 # The element type that a code names by itself. Types that are stored as another one, with a dimension more, cannot be
-# told from that one.
+# distinguished from that one.
 _TYPES = {kind.code: name for name, kind in ELEMENT_TYPES.items() if not kind.extra}
 
 

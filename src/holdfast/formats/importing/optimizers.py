@@ -140,7 +140,7 @@ def _naming(
     if len(found) > 1:
         problems = {f"the parameters of {' and '.join(repr(model) for model, _ in found)} have the same shapes"}
     raise UsageError(
-        "the optimizer's state goes by number, and which parameter each number is cannot be told: "
+        "the optimizer's state goes by number, and which parameter each number is cannot be determined: "
         + ("; ".join(sorted(problems)) or "the source has no model with such parameters"),
         component=component,
         file=location,

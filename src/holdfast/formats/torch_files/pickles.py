@@ -93,7 +93,7 @@ def _run(machine: Machine) -> Any:
 
 def _require_finite(value: Any, data_bytes: int) -> None:
     """Refuse a value that holds itself, nests too deep, or is far larger than its data when each mention of a shared
-    part counts: whoever walks it would not come to an end."""
+    part counts: code that walks it would not come to an end."""
     limit = max(_FREE_NODES, 4 * data_bytes)
     sizes: dict[int, tuple[int, int]] = {}
     walk: list[tuple[Any, list[Any]]] = [(value, list(_parts(value)))]

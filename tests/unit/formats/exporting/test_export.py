@@ -27,7 +27,7 @@ from holdfast.formats.exporting.read_ahead import ReadAhead
 from holdfast.formats.hub.safetensors import SafetensorsSource
 from holdfast.formats.own import OwnSource
 from holdfast.formats.source import Fill, Source, TensorEntry
-from tests.unit.state.test_subclasses import Scaled
+from tests.behaviour.test_subclasses import Scaled
 
 
 class Net(nn.Module):

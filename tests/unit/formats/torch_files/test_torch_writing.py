@@ -114,7 +114,7 @@ def test_the_same_tree_gives_the_same_bytes() -> None:
     assert written({"a": [shared, shared]}) == written({"a": apart})
     assert written(tree("one")) == written(tree("one"))
     # Both have the same place in the table of a small set: the first that was added comes first.
-    one, other = set([0]) | {8}, set([8]) | {0}
+    one, other = {0} | {8}, {8} | {0}
     assert list(one) != list(other)
     assert written(one) == written(other)
 

@@ -12,7 +12,6 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import CorruptCheckpointError, StateMismatchError, UsageError
-from holdfast.formats.weights.renaming import aligned, renamed
 from holdfast.loading.reader import CheckpointReader
 
 
@@ -334,13 +333,3 @@ def test_what_is_no_source_or_no_model_is_said(saved: tuple[Path, Any], tmp_path
         holdfast.load_weights(net(1), saved[0], exclude="up.*")
     with pytest.raises(UsageError, match="not a int"):
         holdfast.load_weights(net(1), 5)  # type: ignore[arg-type]
-
-
-# Names by themselves
-
-
-def test_only_a_change_that_brings_names_together_is_made() -> None:
-    found = renamed(["model.a", "model.b"], None)
-    assert aligned(found, ["model.a", "model.b"]).changes == ()
-    assert aligned(found, ["x", "y"]).changes == ()
-    assert aligned(found, ["a", "b"]).names == {"a": "model.a", "b": "model.b"}

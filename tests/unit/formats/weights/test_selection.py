@@ -1,0 +1,76 @@
+"""Which part of a source is the model: what the format knows, what is nothing but tensors, usual names, or an error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from holdfast.errors import UsageError
+from holdfast.formats.source import Source, TensorEntry
+from holdfast.formats.weights.selection import find_extra_states, find_weights, part_of
+
+W = TensorEntry("w", "float32", (2,))
+B = TensorEntry("b", "float32", (1,))
+MODEL = {"layer.weight": W, "layer.bias": B}
+
+
+class Held(Source):
+    format = "held"
+
+    def __init__(self, tree: Mapping[str, Any], models: Sequence[str] = ()) -> None:
+        super().__init__("memory")
+        self._tree, self._models = tree, models
+
+    @property
+    def tree(self) -> Mapping[str, Any]:
+        return self._tree
+
+    def weights_trees(self) -> Sequence[str]:
+        return self._models
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        MODEL,
+        {"layer": {"weight": W, "bias": B}, "epoch": 3},
+        {"state_dict": MODEL, "epoch": 3, "optimizer_states": [{"state": {0: {"exp_avg": W}}}]},
+        {"model": MODEL, "optimizer": {"state": {0: {"exp_avg": W}}}},
+        {"model": MODEL, "net": {"other": W}},
+        {"app": {"model": MODEL, "step": 3}},
+        {"anything": MODEL, "epoch": 3},
+        {**MODEL, "layer._extra_state": {"count": 3}},
+    ],
+)
+def test_the_model_is_found(tree: dict[str, Any]) -> None:
+    found = find_weights(Held(tree))
+    assert {name.removeprefix("layer.") for name in found} == {"weight", "bias"}
+
+
+@pytest.mark.parametrize("tree", [{"first": MODEL, "second": {"x": W}}, {"net": MODEL, "network": MODEL}, {"epoch": 3}])
+def test_nothing_is_guessed(tree: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="component="):
+        find_weights(Held(tree))
+
+
+def test_a_component_is_found_by_its_path_also_with_dots_in_keys() -> None:
+    tree = {"a.b": {"c": [MODEL, {}]}, "a": {"x": W}}
+    assert find_weights(Held(tree), "a.b.c.0").keys() == MODEL.keys()
+    with pytest.raises(UsageError, match="nothing at"):
+        part_of(tree, "a.b.d")
+    with pytest.raises(UsageError, match="has no tensors"):
+        find_weights(Held(tree), "a.b.c.1")
+
+
+def test_models_that_the_format_knows_go_before_names() -> None:
+    assert find_weights(Held({"ema": MODEL, "model": {"x": W}}, ["ema"])).keys() == MODEL.keys()
+    assert find_weights(Held({"ema": {"x": W}, "model": MODEL}, ["ema", "model"])).keys() == MODEL.keys()
+    with pytest.raises(UsageError, match="actor, critic"):
+        find_weights(Held({"actor": MODEL, "critic": MODEL}, ["actor", "critic"]))
+
+
+def test_extra_states_are_found_beside_the_tensors() -> None:
+    tree = {"model": {**MODEL, "layer._extra_state": {"count": 3}}}
+    assert find_extra_states(Held(tree)) == {"layer._extra_state": {"count": 3}}
