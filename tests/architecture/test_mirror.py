@@ -17,6 +17,12 @@ ELSEWHERE = {
     "__main__": "tests/unit/cli/test_commands.py",
     # Other people's API, asked as they ask it.
     "formats/dcp": "tests/compat/test_dcp.py tests/compat/test_dcp_storage.py tests/compat/test_dcp_resharding.py",
+    # Parts of the reader and the writer of pickles, tested through them.
+    "formats/dcp_folders/dcp_metadata": "tests/unit/formats/dcp_folders/test_dcp_folder.py",
+    "formats/torch_files/pickle_machine": "tests/unit/formats/torch_files/test_pickles.py",
+    "formats/torch_files/pickle_operations": "tests/unit/formats/torch_files/test_pickles.py",
+    "formats/torch_files/pickle_writing": "tests/unit/formats/torch_files/test_torch_writing.py",
+    "formats/torch_files/stored_tree": "tests/unit/formats/torch_files/test_torch_file.py",
     # Parts of one step, tested through the step.
     "loading/arrays": "tests/unit/loading/test_reader.py",
     "loading/components": "tests/behaviour/test_strictness.py tests/unit/manager/test_manager.py",
