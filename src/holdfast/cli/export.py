@@ -18,28 +18,22 @@ _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[kmgt]?i?b?)", re.IGNORE
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
+_Only = typer.Option("--only", metavar="COMPONENT", help="Which component; model by default. May be given again.")
+_Rename = typer.Option(metavar="OLD=NEW", help="Rename tensors; '*' stands for anything, an empty NEW leaves them out.")
+_Size = typer.Option(metavar="SIZE", help="The most bytes of tensors in one file, such as 5GB or 512MiB.")
+_Type = typer.Option(metavar="TYPE", help="Convert floating-point tensors, as to bfloat16.")
+_Format = typer.Option("--format", metavar="FORMAT", help="hf, safetensors, dcp, torch, nemo, peft or a plug-in's.")
+_Source = typer.Argument(metavar="SOURCE", help="A run, RUN@SELECTOR, or a file or folder of a known format.")
+
+
 def export(
-    source: Annotated[
-        str, typer.Argument(metavar="SOURCE", help="A run, RUN@SELECTOR, or a file or folder of a known format.")
-    ],
+    source: Annotated[str, _Source],
     target: Annotated[str, typer.Argument(metavar="TARGET", help="The new file or folder.")],
-    format: Annotated[
-        str, typer.Option("--format", metavar="FORMAT", help="hf, safetensors, dcp, torch, nemo, peft or a plug-in's.")
-    ],
-    only: Annotated[
-        list[str] | None,
-        typer.Option("--only", metavar="COMPONENT", help="Which component; model by default. May be given again."),
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(metavar="TYPE", help="Convert floating-point tensors, as to bfloat16.")
-    ] = None,
-    rename: Annotated[
-        list[str] | None,
-        typer.Option(metavar="OLD=NEW", help="Rename tensors; '*' stands for anything, an empty NEW leaves them out."),
-    ] = None,
-    max_shard_size: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="The most bytes of tensors in one file, such as 5GB or 512MiB.")
-    ] = None,
+    format: Annotated[str, _Format],
+    only: Annotated[list[str] | None, _Only] = None,
+    dtype: Annotated[str | None, _Type] = None,
+    rename: Annotated[list[str] | None, _Rename] = None,
+    max_shard_size: Annotated[str | None, _Size] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")] = False,
 ) -> int:
     """Write the weights of a checkpoint in another format.

@@ -91,7 +91,8 @@ class ReadAhead:
         """End the thread. What it reads at the moment is read to its end."""
         self._stopped.set()
         self._free.put(None)
-        if self._thread is not None:
+        # One that Ctrl-C kept from being started reads nothing any more.
+        if self._thread is not None and self._thread.is_alive():
             self._thread.join()
         # They refer to this object, which would keep its buffers until the next collection.
         self._views = iter(())

@@ -291,7 +291,9 @@ class _Lane:
         thread, self._thread = self._thread, None
         if thread is not None:
             self._full.put(None)
-            thread.join()
+            # Ctrl-C may have come before it was started: then there is nothing to wait for, and it ends at once.
+            if thread.is_alive():
+                thread.join()
         while not self._free.empty():
             _give_buffer(self._free.get())
 

@@ -380,6 +380,7 @@ def command_of(text: str, *words: object) -> list[str]:
 
 
 HELD = """
+    import os
     import signal
     from holdfast.formats.exporting.export import export
     from holdfast.storage.local.local import LocalStorage
@@ -392,8 +393,9 @@ HELD = """
             self.size_bytes = source.size_bytes
         def read_into(self, offset, target):
             if offset > 1 << 25:
-                print("reading", flush=True)
-                sys.stdin.readline()
+                # Several threads are here: each line and each wait is one call of the system.
+                os.write(1, b"reading\\n")
+                os.read(0, 1)
             self.source.read_into(offset, target)
         def close(self):
             self.source.close()
@@ -441,6 +443,33 @@ def test_an_interrupted_export_leaves_nothing_and_a_killed_one_only_a_partial(
         (left,) = others(tmp_path)
         assert left.startswith(f".{target}.")
         assert left.endswith(".partial")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("thread", ["holdfast-read-ahead", "holdfast-sink"])
+def test_an_interrupt_before_a_thread_is_started_leaves_nothing(large: Path, tmp_path: Path, thread: str) -> None:
+    done = run_script(
+        """
+        import threading
+        from holdfast.formats.export import export
+
+        def interrupt(frame, event, argument):
+            # Where a signal's handler would raise: inside of start(), before the thread is there.
+            if frame.f_code is threading.Thread.start.__code__ and frame.f_locals["self"].name == sys.argv[3]:
+                raise KeyboardInterrupt
+
+        sys.settrace(interrupt)
+        try:
+            export(sys.argv[1], sys.argv[2], format="safetensors")
+        except KeyboardInterrupt:
+            print("interrupted")
+        """,
+        large,
+        tmp_path / "out",
+        thread,
+    )
+    assert done.stdout == "interrupted\n", done.stderr
+    assert others(tmp_path) == []
 
 
 @pytest.mark.slow
