@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from holdfast.formats.dcp.reader import HoldfastReader
     from holdfast.formats.dcp.writer import HoldfastWriter
+    from holdfast.formats.exporting.export import ExportReport, export
     from holdfast.formats.importing.importing import import_checkpoint
     from holdfast.formats.weights.load import build_model, load_weights
     from holdfast.formats.weights.report import WeightsReport
@@ -105,6 +106,8 @@ _HOME = {
     "retention": "manager.functions",
     "resolve": "manager.functions",
     "verify": "manager.functions",
+    "export": "formats.exporting.export",
+    "ExportReport": "formats.exporting.export",
     "import_checkpoint": "formats.importing.importing",
     "build_model": "formats.weights.load",
     "load_weights": "formats.weights.load",

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy
 
+from holdfast.errors import UsageError
 from holdfast.formats.source import Fill, StoredChunk, TensorEntry
 from holdfast.ondisk.regions import Box, boxes_within, span_of, strides_of
 
@@ -92,6 +93,13 @@ def pieces_of(entry: TensorEntry, limit_bytes: int) -> Iterator[memoryview]:
 
 def _read_box(entry: TensorEntry, wanted: Box, target: memoryview) -> None:
     """Fill memory with a box of a tensor, row by row."""
+    if not entry.chunks:
+        # Without this the memory would stay as it was, and be taken for the tensor.
+        raise UsageError(
+            "the source does not say where the tensor is stored",
+            leaf=entry.name,
+            advice="a Source whose entries have no chunks overrides read() and pieces()",
+        )
     item = entry.item_bytes
     for chunk in entry.chunks:
         shared = chunk.box.overlap(wanted)

@@ -115,8 +115,8 @@ class Source(ABC):
     @property
     @abstractmethod
     def tree(self) -> Mapping[str, Any]:
-        """Return everything that is stored, as nested dicts, lists and plain values, with a `TensorEntry` in the place of each
-        tensor. No tensor is read."""
+        """Return everything that is stored, as nested dicts, lists and plain values, with a `TensorEntry` in the
+        place of each tensor. No tensor is read."""
 
     @property
     def identity(self) -> str:

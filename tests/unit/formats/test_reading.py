@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.errors import CorruptCheckpointError
+from holdfast.errors import CorruptCheckpointError, HoldfastError
 from holdfast.formats.binary import BinaryFile
 from holdfast.formats.reading import fill_all, pieces_of
 from holdfast.formats.source import Fill, StoredChunk, TensorEntry, tensors_of
@@ -30,7 +30,6 @@ def entries(file: BinaryFile) -> dict[str, tuple[TensorEntry, torch.Tensor]]:
     dense = torch.as_strided(numbers, SHAPE, (30, 6, 1), 10)
     turned = torch.as_strided(numbers, SHAPE, (1, 7, 35), 10)
     cut = torch.cat([numbers[0:90].view(3, 5, 6), numbers[1000:1120].view(4, 5, 6)])
-    columns = torch.cat([numbers[0:84].view(7, 5, -1)[..., :2], numbers[500:640].view(7, 5, 4)], dim=2)
     parts = [StoredChunk(file, 0, Box((0, 0, 0), (3, 5, 6))), StoredChunk(file, 4000, Box((3, 0, 0), (4, 5, 6)))]
     sides = [
         StoredChunk(file, 0, Box((0, 0, 0), (7, 5, 2))),
@@ -104,3 +103,11 @@ def test_tensors_of_a_tree_have_their_paths_as_names() -> None:
     }
     with pytest.raises(CorruptCheckpointError, match="same name"):
         tensors_of({"a.b": one, "a": {"b": other}})
+
+
+def test_an_entry_without_chunks_is_an_error_and_not_memory_as_it_was() -> None:
+    entry = TensorEntry("x", "float32", (3,))
+    with pytest.raises(HoldfastError):
+        fill_all([Fill(entry, whole((3,)), torch.ones(3))])
+    with pytest.raises(HoldfastError):
+        list(pieces_of(entry, 1 << 20))

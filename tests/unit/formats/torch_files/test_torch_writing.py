@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import io
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy
@@ -14,7 +14,7 @@ import torch
 
 from holdfast.errors import UsageError
 from holdfast.formats.exporting.export import ExportItem, ExportJob
-from holdfast.formats.source import Source, TensorEntry
+from holdfast.formats.source import Fill, Source, TensorEntry
 from holdfast.formats.torch_files.torch_file import TorchFormat, write_torch
 from holdfast.ondisk.dtypes import ELEMENT_TYPES
 
@@ -37,6 +37,13 @@ class Tensors(Source):
         memory = entry.handle.detach().contiguous().flatten().view(torch.uint8).numpy().data
         for start in range(0, len(memory), self.piece_bytes):
             yield memory[start : start + self.piece_bytes]
+
+    def read(self, fills: Sequence[Fill], on_bytes: Callable[[int], None] = lambda count: None) -> None:
+        for fill in fills:
+            part = fill.entry.handle
+            for dimension, (offset, size) in enumerate(zip(fill.box.offsets, fill.box.sizes, strict=True)):
+                part = part.narrow(dimension, offset, size)
+            fill.target.copy_(part)
 
 
 SOURCE = Tensors("live")
