@@ -17,7 +17,7 @@ from holdfast.formats.exporting.export import export
 from holdfast.formats.hub.huggingface import HuggingFaceFormat, HuggingFaceSource
 from holdfast.formats.source import Fill, Source
 from holdfast.ondisk.regions import whole
-from tests.unit.formats.test_export import Net, same, saved
+from tests.unit.formats.exporting.test_export import Net, same, saved
 
 CONFIG = {"model_type": "llama", "hidden_size": 8, "tie_word_embeddings": False}
 TENSORS = {"a.weight": torch.arange(12.0).view(3, 4), "a.bias": torch.ones(3), "b.weight": torch.zeros(2, 2)}
