@@ -451,7 +451,7 @@ def test_an_interrupt_before_a_thread_is_started_leaves_nothing(large: Path, tmp
     done = run_script(
         """
         import threading
-        from holdfast.formats.export import export
+        from holdfast.formats.exporting.export import export
 
         def interrupt(frame, event, argument):
             # Where a signal's handler would raise: inside of start(), before the thread is there.
