@@ -22,11 +22,12 @@ KNOWN_IMPORTS = {
     "testing/__init__.py",
     "cli/__init__.py",
     "storage/registry.py",
+    "formats/registry.py",
     "plugins/__init__.py",
     "plugins/class_loading.py",
 }
-# Reads configurations, and only in the way that makes plain values.
-KNOWN_YAML = {"plugins/config_files.py"}
+# Read configurations, and only in the way that makes plain values.
+KNOWN_YAML = {"plugins/config_files.py", "formats/nemo/nemo_config.py"}
 
 
 def dotted(node: ast.expr) -> str:

@@ -32,7 +32,7 @@ class WeightsReport:
 
     @property
     def complete(self) -> bool:
-        """Whether every tensor of the model was loaded, and every one of the source."""
+        """Return whether every tensor of the model was loaded, and every one of the source."""
         return not (self.missing or self.unexpected or self.excluded)
 
     def __str__(self) -> str:
