@@ -31,7 +31,7 @@ def config_from_yaml(text: bytes, *, file: str) -> Any:
     if len(text) > MAX_CONFIG_BYTES:
         raise UnsafeContentError(f"the config has {len(text)} bytes; {MAX_CONFIG_BYTES} are accepted", file=file)
     try:
-        return yaml.load(text.decode(), Loader=_loader_class())
+        return _loader_class()(text.decode()).get_single_data()
     except yaml.constructor.ConstructorError as error:
         if "could not determine a constructor" in str(error.problem):
             raise UnsafeContentError(
