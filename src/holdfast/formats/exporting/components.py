@@ -12,7 +12,7 @@ from typing import Any
 from holdfast.errors import UsageError
 from holdfast.formats.own import OwnSource
 from holdfast.formats.source import Source, TensorEntry
-from holdfast.formats.weights.selection import find_extra_states, find_weights, part_of
+from holdfast.formats.weights.selection import find_extra_states, find_weights, part_of, united
 from holdfast.ondisk.codec import Subclass
 
 __all__ = ["component_names", "component_of", "frozen_bases", "refuse_subclasses", "values_of"]
@@ -55,25 +55,7 @@ def _own_component(source: OwnSource, name: str) -> Any:
             file=source.location,
             advice=f"export one of: {', '.join(known)}",
         )
-    return source.tree[trees[0]] if len(trees) == 1 else _united(source, name, trees)
-
-
-def _united(source: OwnSource, component: str, trees: Sequence[str]) -> dict[str, Any]:
-    """Return the trees of several scopes as one. A name that two of them have is an error."""
-    united: dict[str, Any] = {}
-    owner: dict[str, str] = {}
-    for tree in trees:
-        part = source.tree[tree]
-        for key, value in part.items() if isinstance(part, Mapping) else [("", part)]:
-            if key in united:
-                raise UsageError(
-                    f"'{key}' is in both '{owner[key]}' and '{tree}'",
-                    component=component,
-                    file=source.location,
-                    advice=f"export them one by one, as only='{tree}'",
-                )
-            united[key], owner[key] = value, tree
-    return united
+    return source.tree[trees[0]] if len(trees) == 1 else united(source, trees)
 
 
 def frozen_bases(source: Source) -> frozenset[str]:

@@ -8,7 +8,7 @@ from typing import Any
 from holdfast.errors import UsageError
 from holdfast.formats.source import Source, TensorEntry, tensors_of
 
-__all__ = ["MODEL_NAMES", "find_extra_states", "find_weights", "part_of"]
+__all__ = ["MODEL_NAMES", "find_extra_states", "find_weights", "part_of", "united"]
 
 # What trainings call the model in the dict that they give to torch.save, in the order in which they are looked for.
 MODEL_NAMES = ("model", "state_dict", "model_state_dict", "module", "model_state", "network", "net", "weights")
@@ -19,19 +19,18 @@ def find_weights(source: Source, component: str | None = None) -> dict[str, Tens
 
     `component` is the path of the model in the source's tree, such as `model` or `state.model`. Without it the model is
     what the format knows to be one, the whole source when that is nothing but tensors, or what has a usual name. More
-    than one of these is a UsageError that lists them: nothing is guessed.
+    than one of these is a UsageError that lists them: nothing is guessed. The stages of a pipeline are put together.
     """
-    name = _place_of_weights(source, component)
-    found = tensors_of(part_of(source.tree, name, source.location))
+    found = tensors_of(_model_in(source, component))
     if not found:
-        where = f"'{name}' has" if name else "the source has"
+        where = f"'{component}' has" if component else "the source has"
         raise UsageError(f"{where} no tensors", file=source.location, advice="name the part with the model")
     return found
 
 
 def find_extra_states(source: Source, component: str | None = None) -> dict[str, Any]:
     """Return the extra states of the model that are no tensors, by their names."""
-    part = part_of(source.tree, _place_of_weights(source, component), source.location)
+    part = _model_in(source, component)
     if not isinstance(part, Mapping):
         return {}
     return {
@@ -39,6 +38,41 @@ def find_extra_states(source: Source, component: str | None = None) -> dict[str,
         for name, value in part.items()
         if str(name).rpartition(".")[2] == "_extra_state" and not isinstance(value, TensorEntry)
     }
+
+
+def _model_in(source: Source, component: str | None) -> Any:
+    scopes = _scopes_of(source, component)
+    if scopes:
+        return united(source, scopes)
+    return part_of(source.tree, _place_of_weights(source, component), source.location)
+
+
+def _scopes_of(source: Source, component: str | None) -> list[str]:
+    """Return the trees of a model that is stored in several scopes, such as the stages of a pipeline; none for a model
+    that is stored as one."""
+    known = source.weights_trees()
+    components = dict.fromkeys(tree.partition("@")[0] for tree in known)
+    if component is None and ("model" in components or len(components) == 1):
+        component = "model" if "model" in components else next(iter(components))
+    return [] if component in known else [tree for tree in known if tree.partition("@")[0] == component]
+
+
+def united(source: Source, trees: Sequence[str]) -> dict[str, Any]:
+    """Return the trees of several scopes of a component as one. A name that two of them have is an error."""
+    found: dict[str, Any] = {}
+    owner: dict[str, str] = {}
+    for tree in trees:
+        part = source.tree[tree]
+        for key, value in part.items() if isinstance(part, Mapping) else [("", part)]:
+            if key in found:
+                raise UsageError(
+                    f"'{key}' is in both '{owner[key]}' and '{tree}'",
+                    component=tree.partition("@")[0],
+                    file=source.location,
+                    advice=f"name one of them, as '{tree}'",
+                )
+            found[key], owner[key] = value, tree
+    return found
 
 
 def _place_of_weights(source: Source, component: str | None) -> str:

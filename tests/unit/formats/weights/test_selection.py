@@ -74,3 +74,14 @@ def test_models_that_the_format_knows_go_before_names() -> None:
 def test_extra_states_are_found_beside_the_tensors() -> None:
     tree = {"model": {**MODEL, "layer._extra_state": {"count": 3}}}
     assert find_extra_states(Held(tree)) == {"layer._extra_state": {"count": 3}}
+
+
+def test_stages_of_a_pipeline_are_put_together_where_no_name_collides() -> None:
+    stages = {"model@stage-00000": {"a": W}, "model@stage-00001": {"b": B, "b._extra_state": 3}}
+    assert find_weights(Held(stages, list(stages))) == {"a": W, "b": B}
+    assert find_extra_states(Held(stages, list(stages))) == {"b._extra_state": 3}
+    assert find_weights(Held(stages, list(stages)), "model@stage-00001") == {"b": B}
+    ranks = {"model@rank-00000": {"a": W}, "model@rank-00001": {"a": W}}
+    with pytest.raises(UsageError, match="'a' is in both 'model@rank-00000' and 'model@rank-00001'"):
+        find_weights(Held(ranks, list(ranks)))
+    assert find_weights(Held(ranks, list(ranks)), "model@rank-00001") == {"a": W}
