@@ -117,6 +117,15 @@ def test_an_error_of_one_rank_is_raised_on_all_before_anything_changes(sources: 
     assert [unchanged for _, unchanged in results] == [True, True]
 
 
+def cannot_open(rank: int, path: Path) -> Any:
+    return caught(lambda: holdfast.load_weights(sharded(net(9), "fsdp"), path if rank else path / "nothing"))
+
+
+def test_a_source_that_one_rank_cannot_open_is_an_error_on_all(sources: dict[str, Path]) -> None:
+    error = the_same_error(values(run_ranks(2, cannot_open, sources["safetensors"])))
+    assert isinstance(error, holdfast.CheckpointNotFoundError)
+
+
 def reads_another(rank: int, folder: Path) -> Any:
     return caught(lambda: holdfast.load_weights(sharded(net(9), "fsdp"), folder / f"run-{rank}"))
 

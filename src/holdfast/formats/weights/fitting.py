@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from holdfast.errors import StateMismatchError
+from holdfast.errors import StateMismatchError, UsageError
 from holdfast.formats.source import Source, TensorEntry
 from holdfast.formats.weights.renaming import Rename, aligned, renamed
 from holdfast.formats.weights.report import WeightsReport
+from holdfast.loading.match.forms import CAST
 from holdfast.loading.suggestions import suggested_rename
 from holdfast.ondisk.regions import Cut
 from holdfast.state.modules import tied_names
@@ -37,11 +38,13 @@ _LISTED = 20
 
 @dataclass(frozen=True, slots=True)
 class FittedWeights:
-    """What goes where: the entry for each name of the model that is filled, once for tied names, and extra states."""
+    """What goes where: the entry for each name of the model that is filled, once for tied names, and extra states.
+    `tied` are the further names of what is filled."""
 
     entries: Mapping[str, TensorEntry]
     extras: Mapping[str, Any]
     report: WeightsReport
+    tied: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -77,13 +80,21 @@ def fit(
     names = aligned(renamed(list(stored), rename), live.keys())
     found = _Findings()
     ties = _ties(module, live)
+    unused = set(exclude)
     for name, value in live.items():
-        if any(fnmatch.fnmatchcase(name, glob) for glob in exclude):
+        globs = [glob for glob in exclude if fnmatch.fnmatchcase(name, glob)]
+        unused.difference_update(globs)
+        if globs:
             found.excluded.append(name)
         elif name in names.names:
             _match(found, name, value, stored[names.names[name]], cuts, cast)
         else:
             found.missing.append(name)
+    if unused:
+        raise UsageError(
+            f"exclude has {', '.join(map(repr, sorted(unused)[:8]))}, which no name of the model matches",
+            advice=f"the model has {', '.join(list(live)[:8])} and so on",
+        )
     _settle_ties(found, live, ties, source)
     unexpected = [old for new, old in names.names.items() if new not in live]
     report = WeightsReport(
@@ -99,7 +110,7 @@ def fit(
         source_identity=source.identity,
     )
     _judge(report, found, stored, strict)
-    return FittedWeights(found.entries, found.extras, report)
+    return FittedWeights(found.entries, found.extras, report, frozenset(ties) | frozenset(ties.values()))
 
 
 def _match(found: _Findings, name: str, value: Any, stored: Any, cuts: Mapping[str, Cut], cast: bool) -> None:
@@ -125,8 +136,10 @@ def _match(found: _Findings, name: str, value: Any, stored: Any, cuts: Mapping[s
         found.mismatched.append(f"{name}: its elements share memory (expand), so it cannot be filled")
         return
     if value.dtype != torch_dtype(stored.dtype):
-        if not (cast and value.dtype.is_floating_point and torch_dtype(stored.dtype).is_floating_point):
-            found.other_types.append(f"{name}: {stored.dtype} in the source, {dtype_name(value)} in the model")
+        castable = {value.dtype, torch_dtype(stored.dtype)} <= CAST
+        if not (cast and castable):
+            text = f"{name}: {stored.dtype} in the source, {dtype_name(value)} in the model"
+            (found.other_types if castable else found.mismatched).append(text)
             return
         found.cast.append(name)
     box, _ = held_piece(value, leaf=name, cut=cut)

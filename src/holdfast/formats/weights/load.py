@@ -19,7 +19,7 @@ from holdfast.formats.registry import open_source
 from holdfast.formats.source import Source
 from holdfast.formats.weights.filling import fill_tensors
 from holdfast.formats.weights.fitting import FittedWeights, fit
-from holdfast.formats.weights.meta import give_memory, parameters_on_meta
+from holdfast.formats.weights.meta import check_memory, give_memory, parameters_on_meta
 from holdfast.formats.weights.renaming import Rename
 from holdfast.formats.weights.report import WeightsReport
 from holdfast.formats.weights.selection import find_extra_states, find_weights
@@ -74,13 +74,20 @@ def load_weights(
     is an error, and the model is then partly filled and must be loaded again.
     """
     module = unwrap(model)
-    _check(module, exclude)
+    _check_module(module)
+    ranks = _ranks_of(module, process_group)
     with ExitStack() as stack:
-        opened = source if isinstance(source, Source) else stack.enter_context(_opened(source))
-        ranks = _ranks_of(module, process_group)
-        fitted = _fit_on_all(ranks, lambda: _fit(model, opened, strict, rename, cast, exclude, component))
-        give_memory(module, device)
-        _fill_on_all(ranks, lambda: _fill(model, module, opened, fitted))
+
+        def fitted_weights() -> tuple[Source, FittedWeights]:
+            # Opened here, on each rank: a file that one of them cannot read is then an error on all.
+            _check_exclude(exclude)
+            opened = source if isinstance(source, Source) else stack.enter_context(_opened(source))
+            fitted = _fit(model, opened, strict, rename, cast, exclude, component)
+            check_memory(module, fitted.entries, fitted.tied)
+            return opened, fitted
+
+        opened, fitted = _fit_on_all(ranks, fitted_weights)
+        _fill_on_all(ranks, lambda: _fill(model, module, opened, fitted, device))
     logger.info("%s", fitted.report)
     return fitted.report
 
@@ -110,14 +117,27 @@ def build_model(
                 advice="build the model yourself and call load_weights(); a CheckpointManager stores what it is given "
                 "as config=",
             )
-        with parameters_on_meta():
-            model = factory(config)
+        model = _built(factory, config)
         if not isinstance(model, torch.nn.Module):
             raise UsageError(f"the factory returned a {type(model).__name__}, not a torch.nn.Module")
         load_weights(model, opened, strict=strict, rename=rename, cast=cast, component=component, device=device)
         # The parameters are there already; buffers that the factory made follow them.
         model.to(device)
     return model, config
+
+
+def _built(factory: Callable[[Any], torch.nn.Module], config: Any) -> Any:
+    """Call the factory with parameters that have no memory. One that needs their content is told what to do instead."""
+    try:
+        with parameters_on_meta():
+            return factory(config)
+    except (RuntimeError, NotImplementedError) as error:
+        if "meta" not in str(error):
+            raise
+        raise UsageError(
+            f"the factory uses the content of a parameter, which has none while it runs: {error}",
+            advice="build the model yourself and call load_weights()",
+        ) from error
 
 
 def _opened(source: str | os.PathLike[str] | Storage | Checkpoint) -> Source:
@@ -128,9 +148,12 @@ def _opened(source: str | os.PathLike[str] | Storage | Checkpoint) -> Source:
     return open_source(source)
 
 
-def _check(module: object, exclude: object) -> None:
+def _check_module(module: object) -> None:
     if not isinstance(module, torch.nn.Module):
         raise UsageError(f"load_weights() fills a torch.nn.Module, not a {type(module).__name__}")
+
+
+def _check_exclude(exclude: object) -> None:
     if isinstance(exclude, str) or not all(isinstance(glob, str) for glob in exclude):  # type: ignore[attr-defined]
         raise UsageError(f"exclude={exclude!r:.100}", advice="give a list of globs")
 
@@ -167,15 +190,15 @@ def _fit(
     )
 
 
-def _fit_on_all(ranks: Ranks | None, work: Callable[[], FittedWeights]) -> FittedWeights:
+def _fit_on_all(ranks: Ranks | None, work: Callable[[], tuple[Source, FittedWeights]]) -> tuple[Source, FittedWeights]:
     """Do the work on every rank; an error of one is raised on all, before any of them changes anything."""
     if ranks is None:
         return work()
-    found: list[FittedWeights] = []
+    found: list[tuple[Source, FittedWeights]] = []
 
     def mine() -> str:
         found.append(work())
-        return found[0].report.source_identity
+        return found[0][1].report.source_identity
 
     identities = together(ranks, "load weights", mine, sends=str)
     if len(set(identities)) > 1:
@@ -193,8 +216,15 @@ def _fill_on_all(ranks: Ranks | None, work: Callable[[], None]) -> None:
         together(ranks, "fill weights", work, sends=None)
 
 
-def _fill(model: torch.nn.Module | Sharded, module: torch.nn.Module, source: Source, fitted: FittedWeights) -> None:
+def _fill(
+    model: torch.nn.Module | Sharded,
+    module: torch.nn.Module,
+    source: Source,
+    fitted: FittedWeights,
+    device: torch.device | str,
+) -> None:
     """Fill the tensors of this rank, then let the module's own hooks take up what was loaded."""
+    give_memory(module, device)
     state = module_state(_NAME, module)
     cuts = cuts_of(_NAME, {_NAME: model})
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -11,9 +11,10 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import UninitializedTensorMixin
 
 from holdfast.errors import StateMismatchError
+from holdfast.state.names import clean_name
 from holdfast.state.tensors import is_sharded
 
-__all__ = ["give_memory", "parameters_on_meta"]
+__all__ = ["check_memory", "give_memory", "parameters_on_meta"]
 
 
 @contextmanager
@@ -47,13 +48,11 @@ def parameters_on_meta() -> Iterator[None]:
 def give_memory(module: torch.nn.Module, device: torch.device | str) -> None:
     """Give memory to every tensor of a module on the meta device: on `device`, or, when it is sharded, on its mesh.
 
-    Tied parameters stay tied. A buffer that is not stored with weights has no content that could be loaded, so one on
-    the meta device is an error.
+    Tied parameters stay tied. `check_memory` comes first: memory that nothing fills has no meaning.
     """
     tensors = (*module.parameters(), *module.buffers())
     if not any(tensor.is_meta for tensor in tensors):
         return
-    _refuse_lost_buffers(module)
     owners: dict[int, list[tuple[torch.nn.Module, str]]] = {}
     for part in module.modules():
         for key, parameter in part._parameters.items():
@@ -76,6 +75,27 @@ def give_memory(module: torch.nn.Module, device: torch.device | str) -> None:
         for part, other in places[1:]:
             if part._parameters[other] is not first._parameters[key]:
                 part._parameters[other] = first._parameters[key]
+
+
+def check_memory(module: torch.nn.Module, filled: Collection[str], tied: Collection[str]) -> None:
+    """Raise for a tensor on the meta device that no weights are loaded into: it would be memory as it happens to be.
+    `filled` and `tied` are the names of the model that get content."""
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    for raw, tensor in named:
+        name = clean_name(module, raw)
+        if tensor.is_meta and name not in filled and name not in tied and not _is_unstored(module, raw):
+            raise StateMismatchError(
+                "the tensor is on the meta device, and no weights are loaded into it",
+                leaf=name,
+                advice="load all weights of such a model, or give it memory, and this tensor its values, before "
+                "load_weights(); nothing was changed",
+            )
+    _refuse_lost_buffers(module)
+
+
+def _is_unstored(module: torch.nn.Module, raw: str) -> bool:
+    path, _, name = raw.rpartition(".")
+    return name in module.get_submodule(path)._non_persistent_buffers_set
 
 
 def _refuse_lost_buffers(module: torch.nn.Module) -> None:

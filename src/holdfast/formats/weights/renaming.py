@@ -21,9 +21,11 @@ def aligned(found: Renamed, wanted: Collection[str]) -> Renamed:
     names = _without_inner(found.names)
     inner = "" if names.keys() == found.names.keys() else f"{', '.join(_INNER)} removed inside of names"
     for prefix in ("", *PREFIXES):
-        if prefix and not all(name.startswith(prefix) for name in names):
+        # Names without it stay as they are: `module.*` of an averaged model stand beside its count.
+        cut = {name.removeprefix(prefix): old for name, old in names.items()}
+        count = sum(name.startswith(prefix) for name in names)
+        if (prefix and count == 0) or len(cut) != len(names):
             continue
-        cut = {name[len(prefix) :]: old for name, old in names.items()}
         for added in ("", *PREFIXES):
             if added and added == prefix:
                 continue
@@ -31,7 +33,7 @@ def aligned(found: Renamed, wanted: Collection[str]) -> Renamed:
                 part
                 for part in (
                     inner,
-                    f"'{prefix}' removed from {len(cut)} names" if prefix else "",
+                    f"'{prefix}' removed from {count} names" if prefix else "",
                     f"'{added}' added to {len(cut)} names" if added else "",
                 )
                 if part

@@ -333,3 +333,62 @@ def test_what_is_no_source_or_no_model_is_said(saved: tuple[Path, Any], tmp_path
         holdfast.load_weights(net(1), saved[0], exclude="up.*")
     with pytest.raises(UsageError, match="not a int"):
         holdfast.load_weights(net(1), 5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [{"strict": False}, {"exclude": ["norm.*"]}], ids=["missing", "excluded"])
+def test_no_memory_as_it_happens_to_be_becomes_a_weight(tmp_path: Path, options: dict[str, Any]) -> None:
+    expected = bits(net(1))
+    save_file({name: value for name, value in expected.items() if not name.startswith("norm.")}, tmp_path / "file")
+    with torch.device("meta"):
+        model = Net()
+    model.table = torch.zeros(3)
+    with pytest.raises(StateMismatchError, match=r"norm\.weight.*no weights are loaded into it"):
+        holdfast.load_weights(model, tmp_path / "file", **options)
+    assert model.up.weight.is_meta
+    if "strict" in options:
+        with pytest.raises(UsageError, match="no configuration"):
+            holdfast.build_model(tmp_path / "file", lambda config: net(1), strict=False)
+
+
+def test_a_model_cannot_be_built_with_a_layer_that_the_source_lacks(run: tuple[Path, Any]) -> None:
+    class Larger(Net):
+        def __init__(self, **config: Any) -> None:
+            super().__init__(**config)
+            self.more = nn.Linear(2, 2)
+
+    with pytest.raises(StateMismatchError, match="more"):
+        holdfast.build_model(run[0], lambda config: Larger(**config), strict=False)
+
+
+def test_a_factory_that_uses_the_content_of_a_parameter_is_told_what_to_do(run: tuple[Path, Any]) -> None:
+    class Scaled(Net):
+        def __init__(self, **config: Any) -> None:
+            super().__init__(**config)
+            self.scale = self.up.weight.abs().max().item()
+
+    with pytest.raises(UsageError, match=r"load_weights\(\)"):
+        holdfast.build_model(run[0], lambda config: Scaled(**config))
+
+
+def test_eight_bit_floats_are_never_cast_and_advice_is_not_what_was_done(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(2, 2).to(torch.float8_e4m3fn), "bias": torch.ones(2)}, tmp_path / "file")
+    for cast in (False, True):
+        with pytest.raises(StateMismatchError, match="float8_e4m3fn") as caught:
+            holdfast.load_weights(nn.Linear(2, 2), tmp_path / "file", cast=cast)
+        assert "cast=True" not in str(caught.value)
+
+
+def test_a_glob_of_exclude_that_matches_nothing_is_an_error(saved: tuple[Path, Any]) -> None:
+    with pytest.raises(UsageError, match=r"'typo\.\*', which no name of the model matches"):
+        holdfast.load_weights(net(2), saved[0], exclude=["up.*", "typo.*"])
+
+
+def test_an_averaged_model_is_loaded_beside_its_count(tmp_path: Path) -> None:
+    averaged = torch.optim.swa_utils.AveragedModel(net(1))
+    save_file({name: value.clone() for name, value in averaged.state_dict().items()}, tmp_path / "file")
+    model = net(2)
+    with pytest.raises(StateMismatchError, match="n_averaged"):
+        holdfast.load_weights(model, tmp_path / "file")
+    report = holdfast.load_weights(model, tmp_path / "file", strict=False)
+    assert report.unexpected == ("n_averaged",)
+    assert same(model, bits(net(1)))
