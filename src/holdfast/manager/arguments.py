@@ -141,9 +141,16 @@ def encoded(name: str, values: Mapping[str, Any] | None) -> dict[str, Json]:
             advice="use another key",
         )
     in_place = inline_text if name == "extra" else None
+    # Counters are numbers of Python's when they come back, so that `json.dumps` takes them.
+    plain = _plain_counter if name == "progress" else lambda value: value
     return {
-        key: encode(value, path=f"{name}.{key}", on_tensor=in_place, in_state=False) for key, value in values.items()
+        key: encode(plain(value), path=f"{name}.{key}", on_tensor=in_place, in_state=False)
+        for key, value in values.items()
     }
+
+
+def _plain_counter(value: Any) -> Any:
+    return value.item() if isinstance(value, numpy.bool_ | numpy.integer | numpy.float32 | numpy.float64) else value
 
 
 def _check_keys(name: str, values: object) -> None:

@@ -137,7 +137,7 @@ class CheckpointManager:
             self._run = OpenRun.connect(*parts, keep=keep, links=self._stored.links)
             self._lifetime = Lifetime(self._run)
             self._annotator = Annotator(self._run)
-            self._saves = Saves(self._run, self._stored, self._annotator)
+            self._saves = Saves(self._run, self._stored, self._annotator, resume=resume)
             self._restores = Restores(self._run, resume=resume, verify=verify, rng=rng, timeout_seconds=timeout)
             if save is not None:
                 on_leader(ranks, "become the writer", self._run.become_writer, returns=None)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from holdfast.errors import HoldfastError, RunInUseError, UsageError
+from holdfast.errors import HoldfastError, RunInUseError, StorageError, UsageError
 from holdfast.manager.annotating import Annotator
 from holdfast.manager.arguments import (
     check_epoch,
@@ -24,6 +24,7 @@ from holdfast.manager.arguments import (
     plain_step,
 )
 from holdfast.manager.open_run import OpenRun
+from holdfast.manager.restores import Resume
 from holdfast.manager.results import SaveHandle
 from holdfast.ondisk.codec import Json
 from holdfast.ondisk.manifest import Ranking, UserMetadata
@@ -74,7 +75,8 @@ class SaveArguments:
 class Saves:
     """Makes the saves of one manager."""
 
-    def __init__(self, run: OpenRun, stored: Stored, annotator: Annotator) -> None:
+    def __init__(self, run: OpenRun, stored: Stored, annotator: Annotator, *, resume: Resume) -> None:
+        self._may_be_new_line = resume != "never" and run.ranks.rank == 0
         self._run = run
         self._stored = stored
         self._annotator = annotator
@@ -82,6 +84,7 @@ class Saves:
     def save(self, step: int, given: SaveArguments) -> SaveHandle:
         """Save on all ranks. A step that the line of the run has is not written; its checkpoint is annotated."""
         step = plain_step(step)
+        self._warn_of_new_line()
         pending = self._run.saver.save(step, lambda: self._request(step, given))
         self._run.pace.note_save()
         metrics = encoded_metrics(given.metrics) if pending.skipped else {}
@@ -91,6 +94,25 @@ class Saves:
         if pending.skipped and (given.progress or given.extra or given.guards) and self._run.ranks.rank == 0:
             logger.warning("step %d was committed before; its progress, extra and guards stay as they are", step)
         return SaveHandle(pending, self._run.catalog)
+
+    def _warn_of_new_line(self) -> None:
+        """Warn once when a training that has not restored saves to a run with checkpoints: `restore()` was forgotten,
+        most likely, and the next one will continue what is saved now."""
+        if not self._may_be_new_line:
+            return
+        self._may_be_new_line = False
+        if self._run.saver.lineage.own is not None:
+            return
+        try:
+            found = self._run.catalog.scan().checkpoints
+        except StorageError:
+            return  # the save meets the same error, and raises it
+        if found:
+            logger.warning(
+                "the run has checkpoints, the latest of step %d, and this training has not restored any: it starts "
+                "from the beginning, and `latest` will be what it saves; call restore() first, or pass resume='never'",
+                found[0].step,
+            )
 
     def save_and_stop(self, step: int, reasons: Sequence[str], given: SaveArguments) -> None:
         """Save the last step of the training and wait for the commit. Retry once: there is no later save."""

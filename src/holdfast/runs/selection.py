@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence, Set
 
 from holdfast.errors import CheckpointNotFoundError, CorruptCheckpointError, HoldfastError, UnsupportedFormatError
@@ -145,7 +146,12 @@ def _what_exists(storage: Storage, selector: Selector, scan: Scan) -> str:
 
 
 def _what_checkpoints_exist(selector: Selector, scan: Scan) -> str:
-    advice = f"the newest steps there are {', '.join(str(checkpoint.step) for checkpoint in scan.checkpoints[:5])}"
+    steps = dict.fromkeys(str(checkpoint.step) for checkpoint in scan.checkpoints)
+    advice = f"the newest steps there are {', '.join(list(steps)[:5])}"
+    tags = dict.fromkeys(tag for checkpoint in scan.checkpoints for tag in checkpoint.tags)
+    near = difflib.get_close_matches(str(selector), ["latest", "best", *tags], 1)
+    if near:
+        advice += f"; did you mean '{near[0]}'?"
     if selector.kind == "best":
         metrics = metric_names(scan.checkpoints)
         advice = f"the metrics there are {first_names(metrics)}" if metrics else "no checkpoint has a metric"

@@ -40,7 +40,7 @@ from holdfast.saving.compare import ReplicaMonitor
 from holdfast.saving.facts import Facts, Listing
 from holdfast.saving.messages import Inventory, SavePlan, StateSummary, WriteAssignment
 from holdfast.saving.outcome import Saved
-from holdfast.saving.plan import GlobalPlan, Replicas, plan
+from holdfast.saving.plan import GlobalPlan, Replicas, partly_held, plan
 from holdfast.saving.request import COMPARED_ARGUMENTS, SaveRequest
 from holdfast.state.frozen import frozen_guards
 from holdfast.state.trees import FrozenEntry
@@ -143,6 +143,13 @@ class Coordinator:
     def plan(self, request: SaveRequest, inventories: list[Inventory]) -> SavePlan:
         """Make a new plan. Nothing is written before it is complete and there is room for it."""
         planned = plan(inventories, self._replicas)
+        for name, ranks in partly_held(inventories).items():
+            logger.warning(
+                "the component '%s' is given on rank %s alone, and is stored and restored for it alone; wrap it in "
+                "PerRank if that is meant",
+                name,
+                ", ".join(map(str, ranks)),
+            )
         self._plan = planned
         self._meshes = tuple(sorted({mesh for inventory in inventories for mesh in inventory.meshes}))
         self._number += 1

@@ -110,6 +110,17 @@ def plan(inventories: Sequence[Inventory], replicas: Replicas = "compare") -> Gl
     return GlobalPlan(assignments, tuple(leaves), tuple(trees.values()), sizes, sets, compared)
 
 
+def partly_held(inventories: Sequence[Inventory]) -> dict[str, list[int]]:
+    """Return the components that only some ranks have, each with these ranks. What is declared to be a rank's own, or a
+    stage's, does not count."""
+    holders: dict[str, list[int]] = {}
+    for rank, inventory in enumerate(inventories):
+        for tree in inventory.trees:
+            if tree.scope is None:
+                holders.setdefault(tree.component, []).append(rank)
+    return {name: ranks for name, ranks in holders.items() if len(ranks) < len(inventories)}
+
+
 def _agree_on_scopes(inventories: Sequence[Inventory]) -> list[tuple[str, ...]]:
     """Return the scope of every tree on every rank. Undecided ones are shared when all ranks have the same state."""
     digests: dict[str, set[str]] = {}

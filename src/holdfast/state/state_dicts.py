@@ -11,7 +11,7 @@ from torch.nn.parameter import UninitializedTensorMixin
 
 from holdfast.errors import StateMismatchError, UsageError
 from holdfast.ondisk import paths
-from holdfast.ondisk.codec import encode
+from holdfast.ondisk.codec import MAX_DEPTH, encode
 from holdfast.state.descriptions import description_of, differing_values
 from holdfast.state.loaders import shield_random_state
 from holdfast.state.modules import buffer_paths, load_module, module_state, tied_names, without_frozen
@@ -69,7 +69,7 @@ def check_components(names: Iterable[str], components: Mapping[str, Any]) -> Non
     for name in names:
         inner = unwrap(components[name])
         if isinstance(inner, dict):
-            _refuse_copied_state(name, inner)
+            _refuse_copied_states(name, inner)
         if isinstance(inner, torch.optim.Optimizer):
             _refuse_hidden_state(name, inner, components)
         elif not isinstance(inner, torch.nn.Module) or _has_no_memory(inner):
@@ -83,6 +83,15 @@ def check_components(names: Iterable[str], components: Mapping[str, Any]) -> Non
 def _has_no_memory(module: torch.nn.Module) -> bool:
     tensors = (*module.parameters(), *module.buffers())
     return any(isinstance(one, UninitializedTensorMixin) or one.is_meta for one in tensors)
+
+
+def _refuse_copied_states(name: str, state: Any, depth: int = 0) -> None:
+    """Refuse such a copy at any place of a dict component."""
+    if isinstance(state, dict):
+        _refuse_copied_state(name, state)
+    for inner in state.values() if isinstance(state, dict) else state:
+        if isinstance(inner, dict | list | tuple) and depth < MAX_DEPTH:
+            _refuse_copied_states(name, inner, depth + 1)
 
 
 def _refuse_copied_state(name: str, state: dict[Any, Any]) -> None:

@@ -95,6 +95,13 @@ def _trees_for(name: str, component: Any, saved: SavedState, strategy: LoadStrat
     states = len(by_scope) if isinstance(component, PerRank) and component.group is not None else saved.world_size
     if count == states and paths.rank_scope(index) in by_scope:
         return [by_scope[paths.rank_scope(index)]]
+    if count == states and strategy.on_world_change != "adapt":
+        held = ", ".join(sorted(scope.removeprefix("rank-").lstrip("0") or "0" for scope in by_scope))
+        raise StateMismatchError(
+            f"when it was saved only rank {held} had the component, and rank {place.rank} has it now, too",
+            component=name,
+            advice=f"give it to the manager on the same ranks, or leave it out with skip=({name!r},)",
+        )
     if strategy.on_world_change == "skip":
         return []
     if strategy.on_world_change == "adapt":
