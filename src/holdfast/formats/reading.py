@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ from holdfast.errors import UsageError
 from holdfast.formats.source import Fill, StoredChunk, TensorEntry
 from holdfast.ondisk.regions import Box, boxes_within, span_of, strides_of
 
-__all__ = ["fill_all", "pieces_of"]
+__all__ = ["fill_all", "pieces_of", "read_range"]
 
 _PIECE_BYTES = 8 << 20
 _MAX_THREADS = 8
@@ -91,6 +92,39 @@ def pieces_of(entry: TensorEntry, limit_bytes: int) -> Iterator[memoryview]:
             yield view
 
 
+def read_range(entry: TensorEntry, start: int, target: memoryview) -> None:
+    """Fill memory with the elements of a tensor from the byte `start` of its row-by-row order on."""
+    item = entry.item_bytes
+    if start % item or len(target) % item or not 0 <= start <= start + len(target) <= entry.size_bytes:
+        raise UsageError(f"{len(target)} bytes from {start} on are not whole elements of the tensor", leaf=entry.name)
+    done = 0
+    for box in _boxes_of_range(entry.shape, start // item, (start + len(target)) // item):
+        size = box.volume * item
+        _read_box(entry, box, target[done : done + size])
+        done += size
+
+
+def _boxes_of_range(shape: tuple[int, ...], first: int, end: int) -> Iterator[Box]:
+    """Yield the boxes that the elements from `first` to before `end` make up, in their order."""
+    if first >= end:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row = math.prod(shape[1:])
+    while first < end:
+        place, inside = divmod(first, row)
+        rows = (end - first) // row
+        if inside == 0 and rows:
+            yield Box((place, *(0 for _ in shape[1:])), (rows, *shape[1:]))
+            first += rows * row
+        else:
+            stop = min(end, (place + 1) * row)
+            for box in _boxes_of_range(shape[1:], inside, inside + stop - first):
+                yield Box((place, *box.offsets), (1, *box.sizes))
+            first = stop
+
+
 def _read_box(entry: TensorEntry, wanted: Box, target: memoryview) -> None:
     """Fill memory with a box of a tensor, row by row."""
     if not entry.chunks:
@@ -133,18 +167,21 @@ def _read_rows(chunk: StoredChunk, inner: Box, place: Box, wanted: Box, target: 
 
 
 def _row_groups(box: Box, strides: tuple[int, ...], item: int) -> Iterator[Box]:
-    """Yield the box in groups along its dimension of the largest stride, each of which spans one piece at most, or is
-    a single row."""
-    if not box.sizes:
+    """Yield the box in groups that span one piece of the file at most, or are single elements: cut along the dimension
+    of the largest stride and, where one row of that still spans more, along the next ones."""
+    limit = _PIECE_BYTES // item
+    reach = [(size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True)]
+    if sum(reach) < limit or box.volume == 1:
         yield box
         return
-    along = max(range(len(strides)), key=lambda dimension: strides[dimension])
-    count = max(_PIECE_BYTES // max(strides[along] * item, 1), 1)
+    along = max((place for place, length in enumerate(reach) if length), key=lambda place: strides[place])
+    others = sum(reach) - reach[along] + 1
+    count = max((limit - others) // strides[along] + 1, 1)
     for start in range(0, box.sizes[along], count):
         offsets, sizes = list(box.offsets), list(box.sizes)
         offsets[along] += start
         sizes[along] = min(count, box.sizes[along] - start)
-        yield Box(tuple(offsets), tuple(sizes))
+        yield from _row_groups(Box(tuple(offsets), tuple(sizes)), strides, item)
 
 
 def _slices(box: Box) -> tuple[slice, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import random
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import torch
 
 from holdfast.errors import CorruptCheckpointError, HoldfastError
 from holdfast.formats.binary import BinaryFile
-from holdfast.formats.reading import fill_all, pieces_of
+from holdfast.formats.reading import fill_all, pieces_of, read_range
 from holdfast.formats.source import Fill, StoredChunk, TensorEntry, tensors_of
 from holdfast.ondisk.regions import Box, whole
 
@@ -64,6 +66,56 @@ def test_pieces_are_the_bytes_in_order(file: BinaryFile, name: str, limit: int) 
     pieces = [bytes(piece) for piece in pieces_of(entry, limit)]
     assert b"".join(pieces) == expected.contiguous().numpy().tobytes()
     assert max(map(len, pieces)) <= max(limit, 4)
+
+
+@pytest.mark.parametrize("name", ["dense", "strides", "rows", "columns"])
+def test_any_range_of_the_elements_is_read(file: BinaryFile, name: str) -> None:
+    entry, expected = entries(file)[name]
+    data = expected.contiguous().numpy().tobytes()
+    for first, end in itertools.combinations(range(0, len(data) + 1, 20), 2):
+        memory = bytearray(end - first)
+        read_range(entry, first, memoryview(memory))
+        assert memory == data[first:end]
+
+
+@pytest.mark.parametrize(("start", "size"), [(2, 4), (0, 6), (-4, 4), (836, 8)])
+def test_a_range_that_is_not_whole_elements_of_the_tensor_is_refused(file: BinaryFile, start: int, size: int) -> None:
+    entry, _ = entries(file)["strides"]
+    with pytest.raises(HoldfastError, match="not whole elements"):
+        read_range(entry, start, memoryview(bytearray(size)))
+
+
+class CountingFile(BinaryFile):
+    """A file that keeps the size of the largest read."""
+
+    largest = 0
+
+    def read_into(self, start: int, target: memoryview) -> None:
+        self.largest = max(self.largest, len(target))
+        super().read_into(start, target)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [((2, 4), (1 << 25, 1 << 25)), ((3, 2, 2), (1, 1 << 24, 1 << 25)), ((2, 2, 3), (1 << 25, 1 << 20, 1 << 20))],
+)
+def test_elements_far_apart_in_a_file_are_read_without_what_is_between_them(
+    tmp_path: Path, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> None:
+    size = 1 + sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True))
+    expected = torch.arange(1.0, 1.0 + torch.Size(shape).numel()).view(shape)
+    with (tmp_path / "sparse").open("wb") as stream:
+        stream.truncate(4 * size)
+        for place in itertools.product(*map(range, shape)):
+            at = sum(index * stride for index, stride in zip(place, strides, strict=True))
+            os.pwrite(stream.fileno(), expected[place].numpy().tobytes(), 4 * at)
+    stored = torch.from_file(str(tmp_path / "sparse"), size=size).as_strided(shape, strides).clone()
+    with CountingFile.open(tmp_path / "sparse") as file:
+        entry = TensorEntry("x", "float32", shape, (StoredChunk(file, 0, whole(shape), strides),)).checked()
+        target = torch.zeros(shape)
+        fill_all([Fill(entry, whole(shape), target)])
+        assert torch.equal(target, stored)
+        assert 0 < file.largest <= 8 << 20
 
 
 def test_an_error_of_one_thread_ends_all_and_is_raised(file: BinaryFile) -> None:
