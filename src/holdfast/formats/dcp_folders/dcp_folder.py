@@ -9,15 +9,16 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from holdfast.errors import CorruptCheckpointError, HoldfastError, UnsafeContentError, UnsupportedFormatError
 from holdfast.formats.base import Format
 from holdfast.formats.binary import BinaryFile
 from holdfast.formats.dcp_folders.dcp_metadata import FolderMetadata, StoredItem, TensorLayout, parse_metadata
-from holdfast.formats.reading import pieces_of
+from holdfast.formats.reading import read_range
 from holdfast.formats.source import Source, StoredChunk, TensorEntry
 from holdfast.formats.torch_files.pickles import MAX_PICKLE_BYTES
 from holdfast.formats.torch_files.torch_file import read_torch
@@ -112,6 +113,13 @@ class DCPSource(Source):
             self._files.close()
 
 
+class _Place(NamedTuple):
+    """Where the elements of a piece are in a file of the folder: row by row, or with strides."""
+
+    start: int
+    strides: tuple[int, ...] | None
+
+
 class _Piece(BinaryFile):
     """The elements of a piece of a tensor, row by row, in a file of `torch.save`. That is opened on the first read:
     a folder of many ranks has tens of thousands of them, in more files than a process may have open."""
@@ -121,24 +129,25 @@ class _Piece(BinaryFile):
         self._item = item
         self._expected = expected
         self._lock = threading.Lock()
-        self._first: int | None = None
-        self._memory: bytes | None = None
+        self._place: _Place | None = None
         self.size_bytes = expected.size_bytes
         self.name = f"{files[item.file].name}:{expected.name}"
 
     def read_into(self, start: int, target: memoryview) -> None:
         self._require(start, len(target))
         with self._lock:
-            if self._first is None:
-                self._first = self._locate()
-        if self._memory is not None:
-            target[:] = self._memory[start : start + len(target)]
-        else:
-            self._files[self._item.file].read_into(self._first + start, target)
+            if self._place is None:
+                self._place = self._locate()
+            place = self._place
+        file, expected = self._files[self._item.file], self._expected
+        if place.strides is None:
+            file.read_into(place.start + start, target)
+            return
+        # Not kept in the order of its rows: a tensor may be far larger than the storage that it is expanded from.
+        chunk = StoredChunk(file, place.start, whole(expected.shape), place.strides)
+        read_range(replace(expected, chunks=(chunk,)), start, target)
 
-    def _locate(self) -> int:
-        """Return where the elements are in the file. A piece that does not lie row by row is brought into that order in
-        memory."""
+    def _locate(self) -> _Place:
         expected = self._expected
         file = self._files[self._item.file]
         tensor = read_torch(file.part(self._item.start, self._item.size_bytes, expected.name))
@@ -151,9 +160,7 @@ class _Piece(BinaryFile):
                 file=self.name,
             )
         chunk = tensor.chunks[0]
-        if chunk.strides is not None:
-            self._memory = b"".join(map(bytes, pieces_of(tensor, tensor.size_bytes)))
-        return chunk.file.place_in(file) + chunk.start
+        return _Place(chunk.file.place_in(file) + chunk.start, chunk.strides)
 
 
 def _within(value: Any, name: str) -> Any:

@@ -6,6 +6,7 @@ import io
 import os
 import pathlib
 import pickle
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -85,6 +86,51 @@ def test_nothing_of_tensors_is_read_before_it_is_asked_for(folder: pathlib.Path)
         entry = source.tree["model"]["weight"]
         with pytest.raises(CorruptCheckpointError):
             list(source.pieces(entry))
+
+
+def held_after_reading(source: Source, limit_bytes: int) -> tuple[int, int]:
+    """Return the memory that is held after every tensor was read, and the most while it was."""
+    entries = tensors_of(source.tree).values()
+    tracemalloc.start()
+    try:
+        for entry in entries:
+            for piece in source.pieces(entry, limit_bytes=limit_bytes):
+                assert len(piece) <= limit_bytes
+        return tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_tensor_that_is_expanded_from_a_few_bytes_is_never_whole_in_memory(tmp_path: pathlib.Path) -> None:
+    dcp.save({name: torch.zeros(16 << 20) for name in "ab"}, checkpoint_id=tmp_path / "c", no_dist=True)
+    stream = io.BytesIO()
+    torch.save(torch.full((1,), 7.0).expand(16 << 20), stream)
+    (tmp_path / "c" / "__0_0.distcp").write_bytes(stream.getvalue() * 2)
+
+    def change(metadata: Metadata) -> None:
+        length = len(stream.getvalue())
+        metadata.storage_data = {
+            index: replace(info, offset=number * length, length=length)
+            for number, (index, info) in enumerate(metadata.storage_data.items())
+        }
+
+    change_metadata(tmp_path / "c", change)
+    with opened(tmp_path / "c") as source:
+        held, most = held_after_reading(source, 1 << 20)
+        assert held < 1 << 20
+        assert most < 16 << 20
+        assert next(source.pieces(source.tree["a"], limit_bytes=8)).tobytes() == torch.full((2,), 7.0).numpy().tobytes()
+
+
+def test_a_tensor_that_does_not_lie_row_by_row_is_read_in_order_and_not_kept(tmp_path: pathlib.Path) -> None:
+    turned = torch.arange(float(1 << 20)).view(1 << 10, 2, -1).permute(2, 0, 1)
+    assert not turned.is_contiguous()
+    dcp.save({"turned": turned}, checkpoint_id=tmp_path / "c", no_dist=True)
+    with opened(tmp_path / "c") as source:
+        assert held_after_reading(source, 1 << 19)[0] < 1 << 20
+        entry = source.tree["turned"]
+        data = b"".join(map(bytes, source.pieces(entry, limit_bytes=300_000)))
+        assert data == turned.contiguous().numpy().tobytes()
 
 
 def test_a_folder_inside_of_an_archive_is_read(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
