@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -63,7 +64,7 @@ def flat(value: Any, path: str = "") -> dict[str, torch.Tensor]:
         return {path: full(value)}
     found: dict[str, torch.Tensor] = {}
     if isinstance(value, dict | list):
-        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
             found |= flat(inner, f"{path}.{key}" if path else str(key))
     return found
 
@@ -113,7 +114,7 @@ def job_of(source: Source) -> ExportJob:
         if isinstance(value, TensorEntry):
             items.append(ExportItem(path, value, value.dtype))
             return items[-1]
-        if isinstance(value, dict):
+        if isinstance(value, Mapping):
             return {key: with_items(inner, f"{path}.{key}" if path else str(key)) for key, inner in value.items()}
         return [with_items(inner, f"{path}.{n}") for n, inner in enumerate(value)] if type(value) is list else value
 
@@ -142,7 +143,7 @@ def flat_live(value: Any) -> dict[int, torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return {id(value): value}
     found: dict[int, torch.Tensor] = {}
-    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+    for inner in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
         found |= flat_live(inner)
     return found
 

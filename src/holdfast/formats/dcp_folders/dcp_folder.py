@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -53,7 +53,8 @@ def is_dcp(files: Mapping[str, BinaryFile]) -> bool:
 
 
 class DCPSource(Source):
-    """What `dcp.save` stored, nested as it was saved. Nothing but the metadata and the values is read on opening."""
+    """What `dcp.save` stored, nested as it was saved. Nothing but the metadata is read on opening; the values of a
+    part, when it is asked for."""
 
     format: ClassVar[str] = "dcp"
 
@@ -77,14 +78,17 @@ class DCPSource(Source):
 
     @cached_property
     def tree(self) -> Mapping[str, Any]:
-        leaves: dict[str, Any] = dict(self._entries)
-        for name, item in self._metadata.values.items():
-            leaves[name] = _within(read_torch(self._part(item, name)), name)
+        values = {name: _Value(name, item) for name, item in self._metadata.values.items()}
+        leaves: dict[str, Any] = {**self._entries, **values}
         names = self._metadata.tensors.keys() | self._metadata.values.keys()
         # In the order in which they were planned, which is that of the state.
         ordered = [name for name in self._metadata.paths if name in names] or list(leaves)
         ordered += [name for name in leaves if name not in self._metadata.paths and self._metadata.paths]
-        return _nested({self._metadata.paths.get(name, (name,)): leaves[name] for name in ordered}, self.location)
+        paths = {self._metadata.paths.get(name, (name,)): leaves[name] for name in ordered}
+        return _Parts(_nested(paths, self.location), self._read_value)
+
+    def _read_value(self, value: _Value) -> Any:
+        return _within(read_torch(self._part(value.item, value.name)), value.name)
 
     def _entry(self, name: str, layout: TensorLayout) -> TensorEntry:
         """Return where the pieces of a tensor are. Their own headers are read when their bytes are."""
@@ -161,6 +165,46 @@ class _Piece(BinaryFile):
             )
         chunk = tensor.chunks[0]
         return _Place(chunk.file.place_in(file) + chunk.start, chunk.strides)
+
+
+class _Value(NamedTuple):
+    """A value of the folder that was not read yet."""
+
+    name: str
+    item: StoredItem
+
+
+class _Parts(Mapping[str, Any]):
+    """The parts of what was saved by name. The values in one are read when it is first asked for: those of parts that
+    nobody wants may be large, or of classes that are refused."""
+
+    def __init__(self, parts: Mapping[str, Any], read: Callable[[_Value], Any]) -> None:
+        self._parts = parts
+        self._read = read
+        self._done: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._done:
+            self._done[name] = self._with_values(self._parts[name])
+        return self._done[name]
+
+    def _with_values(self, node: Any) -> Any:
+        if isinstance(node, _Value):
+            return self._read(node)
+        if type(node) is list:
+            return [self._with_values(inner) for inner in node]
+        if type(node) is dict:
+            return {key: self._with_values(inner) for key, inner in node.items()}
+        return node
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._parts
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
 
 
 def _within(value: Any, name: str) -> Any:

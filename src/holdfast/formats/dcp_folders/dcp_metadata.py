@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from holdfast.errors import CorruptCheckpointError, HoldfastError, UnsupportedFormatError
@@ -99,7 +100,19 @@ def _folder(found: Any) -> FolderMetadata:
                 tensors[name] = _layout(_fields(entry, "TensorStorageMetadata"), stored, name)
         except HoldfastError as error:
             raise error.at(leaf=name) from None
+    _require_apart(tensors, values)
     return FolderMetadata(tensors, values, _paths(metadata.get("planner_data"), {*tensors, *values}))
+
+
+def _require_apart(tensors: Mapping[str, TensorLayout], values: Mapping[str, StoredItem]) -> None:
+    """Raise where two items share bytes of a file. A small file could otherwise be read as any number of values."""
+    placed = [(item, name) for name, item in values.items()]
+    placed += [(item, name) for name, layout in tensors.items() for _, item in layout.chunks]
+    for (before, other), (item, name) in pairwise(sorted(one for one in placed if one[0].size_bytes)):
+        if item.file == before.file and item.start < before.start + before.size_bytes:
+            raise CorruptCheckpointError(
+                f"two items overlap in '{item.file}' at byte {item.start}: '{other[:100]}' and '{name[:100]}'"
+            )
 
 
 def _fields(record: Any, kind: str) -> dict[str, Any]:

@@ -133,6 +133,35 @@ def test_a_tensor_that_does_not_lie_row_by_row_is_read_in_order_and_not_kept(tmp
         assert data == turned.contiguous().numpy().tobytes()
 
 
+def test_values_of_parts_that_are_not_asked_for_are_not_read(tmp_path: pathlib.Path) -> None:
+    state = {"note": Touch(tmp_path / "touched"), "model": {"weight": torch.ones(2), "count": 5}}
+    dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    with opened(tmp_path / "c") as source:
+        assert list(source.tree) == ["note", "model"]
+        assert source.tree["model"]["count"] == 5
+        assert source.tree["model"] is source.tree["model"]
+        assert "other" not in source.tree
+        with pytest.raises(UnsafeContentError, match="note"):
+            source.tree["note"]
+    assert not (tmp_path / "touched").exists()
+
+
+@pytest.mark.guarantee("G9")
+@pytest.mark.parametrize("name", ["step", "model.weight"])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_items_that_share_bytes_of_a_file_are_damage(name: str, shift: int, folder: pathlib.Path) -> None:
+    def change(metadata: Metadata) -> None:
+        places = {index.fqn: info for index, info in metadata.storage_data.items()}
+        shared = replace(places[name], offset=places[name].offset + shift, length=places[name].length - shift)
+        metadata.storage_data = {
+            index: shared if index.fqn == "groups.0.lr" else info for index, info in metadata.storage_data.items()
+        }
+
+    change_metadata(folder, change)
+    with pytest.raises(CorruptCheckpointError, match=r"two items overlap in '__0_0\.distcp'.*groups\.0\.lr"):
+        DCPFormat().open(folder)
+
+
 def test_a_folder_inside_of_an_archive_is_read(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
     joined = tmp_path / "archive"
     parts = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
