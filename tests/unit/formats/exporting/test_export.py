@@ -147,6 +147,49 @@ def test_a_number_that_the_other_type_cannot_hold_is_an_error(tmp_path: Path, va
     assert others(tmp_path) == []
 
 
+INFINITY, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "value", "fits"),
+    [
+        ("float32", "float8_e4m3fn", 448.0, True),
+        ("float32", "float8_e4m3fn", 449.0, False),
+        ("float32", "float8_e4m3fn", -1e6, False),
+        ("float32", "float8_e4m3fn", INFINITY, False),
+        ("float32", "float8_e4m3fn", NAN, True),
+        ("bfloat16", "float8_e4m3fnuz", 241.0, False),
+        ("bfloat16", "float8_e4m3fnuz", -INFINITY, False),
+        ("float32", "float8_e5m2", 57344.0, True),
+        ("float32", "float8_e5m2", 57345.0, False),
+        ("float32", "float8_e5m2", INFINITY, True),
+        ("float8_e5m2", "float8_e4m3fn", 512.0, False),
+        ("float8_e5m2", "float8_e4m3fn", NAN, True),
+        ("float8_e5m2", "float8_e5m2fnuz", INFINITY, False),
+        ("float8_e4m3fn", "float16", 448.0, True),
+        ("float16", "float8_e8m0fnu", 0.0, False),
+        ("float16", "float8_e8m0fnu", -1.0, False),
+        ("float16", "float8_e8m0fnu", 4.0, True),
+        ("float32", "float16", 65505.0, False),
+        ("float64", "bfloat16", 1e300, False),
+    ],
+)
+def test_a_number_outside_the_range_of_the_other_type_is_an_error_whatever_torch_makes_of_it(
+    tmp_path: Path, stored: str, wanted: str, value: float, fits: bool
+) -> None:
+    tensor = torch.tensor([1.0, value, 2.0], dtype=torch.float64).to(getattr(torch, stored))
+    run = saved(tmp_path, {"model": {"x": tensor}})
+    if fits:
+        export(run, tmp_path / "out.pt", format="torch", dtype=wanted)
+        found = torch.load(tmp_path / "out.pt", weights_only=True)["x"]
+        assert found.dtype == getattr(torch, wanted)
+        assert torch.equal(found.float().nan_to_num(nan=-7.0), tensor.float().nan_to_num(nan=-7.0))
+        return
+    with pytest.raises(UsageError, match=f"'x'.*outside the range of {wanted}"):
+        export(run, tmp_path / "out.pt", format="torch", dtype=wanted)
+    assert others(tmp_path) == []
+
+
 @pytest.mark.parametrize("dtype", ["int8", "bool", "bf16", torch.int64, "complex64"])
 def test_a_type_that_is_no_floating_point_type_is_refused(run: Path, tmp_path: Path, dtype: str | torch.dtype) -> None:
     with pytest.raises(UsageError, match="bfloat16"):
