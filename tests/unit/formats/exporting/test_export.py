@@ -147,6 +147,56 @@ def test_a_number_that_the_other_type_cannot_hold_is_an_error(tmp_path: Path, va
     assert others(tmp_path) == []
 
 
+def stepped() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model and its optimizer, whose step counter bfloat16 cannot hold."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    for state in optimizer.state.values():
+        state["step"].fill_(1001.0)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("foreign", [False, True], ids=["holdfast", "torch"])
+def test_dtype_leaves_the_optimizer_as_it_is(tmp_path: Path, foreign: bool) -> None:
+    model, optimizer = stepped()
+    source = tmp_path / "source.pt"
+    if foreign:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, source)
+    else:
+        source = saved(tmp_path, {"model": model, "optimizer": optimizer})
+    export(source, tmp_path / "out.pt", format="torch", only=["model", "optimizer"], dtype="bfloat16")
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert same(found["model"], {name: one.bfloat16() for name, one in model.state_dict().items()})
+    for state, wanted in zip(found["optimizer"]["state"].values(), optimizer.state.values(), strict=True):
+        assert same(state, wanted)
+
+
+def test_dtype_converts_each_module_and_no_values_beside_it(tmp_path: Path) -> None:
+    counters = {"tokens": torch.tensor(1001.0)}
+    run = saved(tmp_path, {"generator": nn.Linear(2, 2), "critic": nn.Linear(2, 2), "counters": counters})
+    export(run, tmp_path / "out.pt", format="torch", only=["generator", "critic", "counters"], dtype="bfloat16")
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert {found[name]["weight"].dtype for name in ("generator", "critic")} == {torch.bfloat16}
+    assert same(found["counters"], counters)
+
+
+@pytest.mark.parametrize("only", ["optimizer", ["optimizer", "ema"]])
+def test_dtype_without_a_model_is_refused(tmp_path: Path, only: str | list[str]) -> None:
+    model, optimizer = stepped()
+    run = saved(tmp_path, {"model": model, "optimizer": optimizer, "ema": {"w": torch.ones(2)}})
+    with pytest.raises(UsageError, match=r"none of these is a model: optimizer"):
+        export(run, tmp_path / "out.pt", format="torch", only=only, dtype="bfloat16")
+    assert others(tmp_path) == []
+
+
+def test_dtype_converts_tensors_by_name_that_are_exported_alone(tmp_path: Path) -> None:
+    run = saved(tmp_path, {"model": nn.Linear(2, 2), "ema": {"w": torch.ones(2)}})
+    export(run, tmp_path / "out.pt", format="torch", only="ema", dtype="bfloat16")
+    assert same(torch.load(tmp_path / "out.pt", weights_only=True), {"w": torch.ones(2, dtype=torch.bfloat16)})
+
+
 INFINITY, NAN = float("inf"), float("nan")
 
 
