@@ -135,8 +135,6 @@ def train_adapter(rank: int, folder: Path) -> dict[str, torch.Tensor]:
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=0.01)
     train(model, optimizer)
-    # As the user who has a class in the configuration stores it: plain values.
-    config["peft"]["peft_type"] = "LORA"
     with holdfast.CheckpointManager(folder / "run", {"model": holdfast.Trainable(model)}, config=config) as manager:
         manager.save(2, wait=True)
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))

@@ -9,6 +9,7 @@ import math
 import os
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -86,11 +87,12 @@ def plain_step(step: Any) -> Any:
 
 def encoded_config(config: Any) -> Json:
     """Return the stored form of a configuration: of a dataclass, a namespace, any mapping or sequence, or an object
-    with `to_dict`, its content."""
+    with `to_dict`, its content; of a member of an enum that is a str or an int, that."""
     return encode(_plain_config(config, 0), path="config", on_tensor=None)
 
 
 def _plain_config(value: Any, depth: int) -> Any:
+    value = _plain_member(value)
     # Deeper than the codec goes: that is where a config that contains itself is refused.
     if depth > MAX_DEPTH + 1 or isinstance(value, str | bytes | torch.Tensor | numpy.ndarray | type):
         return value
@@ -98,7 +100,7 @@ def _plain_config(value: Any, depth: int) -> Any:
     if type(value) in (OrderedDict, defaultdict):
         return value
     if isinstance(value, Mapping):
-        return {key: inner(item) for key, item in value.items()}
+        return {_plain_member(key): inner(item) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(map(inner, value))
     if isinstance(value, argparse.Namespace):
@@ -112,6 +114,16 @@ def _plain_config(value: Any, depth: int) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, tuple | range):
         return [inner(item) for item in value]
     return value
+
+
+def _plain_member(value: Any) -> Any:
+    """Return the str or int that a member of an enum is, and any other value, or a member of a registered enum, as it
+    is."""
+    if not isinstance(value, Enum) or is_registered(type(value)):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    return int(value) if isinstance(value, int) else value
 
 
 def check_limit(limit: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import enum
 import functools
 import json
 import operator
@@ -116,6 +117,23 @@ class WithToDict:
         return {"model_type": "tiny", "inner": Inner(2)}
 
 
+class Method(str, enum.Enum):  # noqa: UP042 - as libraries still write it
+    LORA = "LORA"
+
+
+class Level(enum.IntEnum):
+    HIGH = 3
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+@holdfast.register_type
+class Kept(enum.StrEnum):
+    YES = "yes"
+
+
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
@@ -134,6 +152,21 @@ def test_a_config_may_be_of_any_usual_kind_and_comes_back_as_plain_data(
     with manager_of(tmp_path, config=config) as manager:
         manager.save(1)
     assert holdfast.resolve(tmp_path).config == expected
+
+
+def test_a_member_of_a_str_or_int_enum_in_a_config_comes_back_as_its_plain_value(tmp_path: Path) -> None:
+    with manager_of(tmp_path, config={"kind": Method.LORA, Method.LORA: [Level.HIGH], "own": Kept.YES}) as manager:
+        manager.save(1)
+    found = holdfast.resolve(tmp_path).config
+    assert found == {"kind": "LORA", "LORA": [3], "own": Kept.YES}
+    # Members are equal to their values, so the types are compared as well.
+    assert {type(found["kind"]), *map(type, found)} == {str}
+    assert (type(found["LORA"][0]), type(found["own"])) == (int, Kept)
+
+
+def test_a_member_of_an_enum_that_is_neither_text_nor_a_number_is_refused_in_a_config(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="Colour"):
+        manager_of(tmp_path, config={"colour": Colour.RED})
 
 
 def test_a_config_that_contains_itself_is_an_error(tmp_path: Path) -> None:

@@ -12,10 +12,17 @@ from typing import Any
 from holdfast.errors import UsageError
 from holdfast.formats.own import OwnSource
 from holdfast.formats.source import Source, TensorEntry
-from holdfast.formats.weights.selection import find_extra_states, find_weights, part_of, united
+from holdfast.formats.weights.selection import (
+    MODEL_NAMES,
+    find_extra_states,
+    find_weights,
+    is_state_dict,
+    part_of,
+    united,
+)
 from holdfast.ondisk.codec import Subclass
 
-__all__ = ["component_names", "component_of", "frozen_bases", "refuse_subclasses", "values_of"]
+__all__ = ["component_names", "component_of", "frozen_bases", "models_among", "refuse_subclasses", "values_of"]
 
 _USUAL_MODEL = "model"
 
@@ -56,6 +63,42 @@ def _own_component(source: OwnSource, name: str) -> Any:
             advice=f"export one of: {', '.join(known)}",
         )
     return source.tree[trees[0]] if len(trees) == 1 else united(source, trees)
+
+
+def models_among(source: Source, parts: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names of the components that are models, which alone are converted to another element type: a step
+    counter or a moment of an optimizer must not be rounded. None among them is an error.
+
+    A model is what the checkpoint knows as one and what has a usual name of one. A component that is asked for alone is
+    a model as well if it has nothing but tensors by name, such as the averaged weights of a model, and is no optimizer.
+    """
+    models = frozenset(name for name in parts if _is_model(source, name))
+    if not models and len(parts) == 1:
+        models = frozenset(
+            name for name, part in parts.items() if is_state_dict(part) and not _is_optimizer(source, name)
+        )
+    if not models:
+        raise UsageError(
+            f"dtype= converts the weights of models, and none of these is a model: {', '.join(parts)}",
+            file=source.location,
+            advice="leave dtype= out, or export a model",
+        )
+    return models
+
+
+def _is_model(source: Source, name: str) -> bool:
+    if isinstance(source, OwnSource):
+        kinds = _kinds(source, name)
+        return kinds == {"module"} or (name.partition("@")[0] == _USUAL_MODEL and "optimizer" not in kinds)
+    return name.rpartition(".")[2] in MODEL_NAMES
+
+
+def _is_optimizer(source: Source, name: str) -> bool:
+    return isinstance(source, OwnSource) and "optimizer" in _kinds(source, name)
+
+
+def _kinds(source: OwnSource, name: str) -> set[str]:
+    return {tree.kind for tree in source.reader.trees if name in (tree.component, tree.name)}
 
 
 def frozen_bases(source: Source) -> frozenset[str]:

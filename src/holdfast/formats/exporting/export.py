@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from holdfast.formats.exporting.components import (
     component_names,
     component_of,
     frozen_bases,
+    models_among,
     refuse_subclasses,
     values_of,
 )
@@ -134,9 +135,9 @@ def export(
 
     source: a run or `RUN@SELECTOR`, a `Checkpoint`, or a file or folder of any format that can be read. only: the
     component to write, with the names that it has itself; several for a format that can hold more than weights.
-    dtype: convert floating-point tensors to this type. rename: a mapping of names, in which `*` stands for anything,
-    pairs of a regular expression and its replacement, or a function; None drops a tensor. max_shard_bytes: the most
-    bytes of tensors in one file, for a format of several.
+    dtype: convert floating-point tensors of models to this type; an optimizer keeps its types. rename: a mapping of
+    names, in which `*` stands for anything, pairs of a regular expression and its replacement, or a function; None
+    drops a tensor. max_shard_bytes: the most bytes of tensors in one file, for a format of several.
 
     The source is verified on the way. The target is complete or not there, and one that exists is never overwritten.
     """
@@ -216,14 +217,25 @@ def _job(
             )
     tree: Any = parts if len(parts) > 1 else parts[names[0]]
     left_out = values_of(tree) if form.weights_only else []
-    job = _renamed_job(source, tree, dtype, rename) if rename is not None else _whole_job(source, tree, dtype)
+    models = frozenset() if dtype is None else models_among(source, parts)
+    if rename is not None:
+        job = _renamed_job(source, tree, dtype, rename)
+    else:
+        job = _whole_job(source, tree, dtype, _names_in(parts, models))
     if not job.items:
         raise UsageError(f"there is no tensor to write in {', '.join(names)}", file=source.location)
     return job, left_out
 
 
-def _whole_job(source: Source, tree: Any, dtype: str | None) -> ExportJob:
-    items = {name: _item(name, entry, dtype) for name, entry in tensors_of(tree).items()}
+def _names_in(parts: Mapping[str, Any], models: Set[str]) -> frozenset[str]:
+    """Return the names of the models' tensors in the tree of all parts."""
+    return frozenset(
+        f"{model}.{name}" if len(parts) > 1 else name for model in models for name in tensors_of(parts[model])
+    )
+
+
+def _whole_job(source: Source, tree: Any, dtype: str | None, converted: Set[str]) -> ExportJob:
+    items = {name: _item(name, entry, dtype if name in converted else None) for name, entry in tensors_of(tree).items()}
     return _of_source(source, items, _with_items(tree, "", items), dtype)
 
 

@@ -202,8 +202,8 @@ class _Buffer:
         if self._wanted is None:
             self._wanted = HostCarrier().memory(self._size_bytes)
         wanted = _tensor(self._wanted, part.wanted_start, part.item.dtype, part.box)
+        _require_range(part.item, stored, wanted.dtype)
         wanted.copy_(stored)
-        _require_range(part.item, stored, wanted)
         return memory_of(wanted)
 
 
@@ -212,24 +212,34 @@ def _tensor(memory: torch.Tensor, start: int, dtype: str, box: Box) -> torch.Ten
     return memory[start : start + size_bytes].view(torch_dtype(dtype)).view(box.sizes)
 
 
-def _require_range(item: ExportItem, stored: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Raise for a finite number that the other type has no number for: it would be infinite in the target."""
-    largest = torch.finfo(wanted.dtype).max
-    if largest >= torch.finfo(stored.dtype).max:
+def _require_range(item: ExportItem, stored: torch.Tensor, wanted: torch.dtype) -> None:
+    """Raise for a number that lies outside the other type's range, before it is converted: torch makes some of them
+    infinite, others NaN or the largest number, whatever the type."""
+    own, other = torch.finfo(stored.dtype), torch.finfo(wanted)
+    keeps_infinity = _has_infinity(wanted) or not _has_infinity(stored.dtype)
+    if other.min <= own.min and own.max <= other.max and keeps_infinity:
         return
-    if stored.itemsize > 1:
-        # One pass without memory of its own, which is enough for almost every tensor.
-        low, high = torch.aminmax(stored)
-        if float(low) >= -largest and float(high) <= largest:
-            return
-    if bool((_is_finite(stored) & ~_is_finite(wanted)).any()):
+    # The eight-bit floats cannot be compared; each of their numbers is one of bfloat16 as well.
+    numbers = stored.bfloat16() if stored.itemsize == 1 else stored
+    # One pass without memory of its own, which is enough for almost every tensor.
+    if _lies_within(numbers, other):
+        return
+    held = numbers.isfinite() if keeps_infinity else ~numbers.isnan()
+    if not _lies_within(numbers[held], other):
         raise UsageError(
-            f"numbers of the tensor, which is {item.entry.dtype}, are too large for {item.dtype}",
+            f"numbers of the tensor, which is {item.entry.dtype}, are outside the range of {item.dtype}",
             leaf=item.name,
-            advice="choose a type with a wider range, such as bfloat16",
+            advice=f"choose a type with a wider range, such as {'float32' if item.dtype == 'bfloat16' else 'bfloat16'}",
         )
 
 
-def _is_finite(numbers: torch.Tensor) -> torch.Tensor:
-    # The eight-bit floats cannot be asked.
-    return (numbers.bfloat16() if numbers.itemsize == 1 else numbers).isfinite()
+def _lies_within(numbers: torch.Tensor, limits: torch.finfo) -> bool:
+    """Return whether no number is outside the limits. The answer is no where there is a NaN."""
+    if not numbers.numel():
+        return True
+    low, high = torch.aminmax(numbers)
+    return bool(limits.min <= float(low) and float(high) <= limits.max)
+
+
+def _has_infinity(dtype: torch.dtype) -> bool:
+    return bool(torch.tensor(torch.inf).to(dtype).to(torch.float32).isinf())

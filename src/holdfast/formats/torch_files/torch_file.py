@@ -217,8 +217,9 @@ def _torch_globals() -> Mapping[tuple[str, str], Any]:
 
 
 def _tensor(*arguments: Any) -> StoredTensor:
-    if len(arguments) not in (4, 5, 6, 7) or (len(arguments) == 7 and arguments[6]):
-        raise CorruptCheckpointError("a tensor is conjugated or negated, or has parts that are not known")
+    if len(arguments) not in (4, 5, 6, 7):
+        raise CorruptCheckpointError("a tensor of the pickle has parts that are not known")
+    _refuse_marks(arguments[6] if len(arguments) == 7 else None)
     return StoredTensor.of(*arguments[:4])
 
 
@@ -226,9 +227,28 @@ def _tensor_of_dtype(*arguments: Any) -> StoredTensor:
     """Return a tensor of a type that has no class of storages: the storage is bytes, the type stands beside it."""
     import torch
 
-    if len(arguments) not in (7, 8) or (len(arguments) == 8 and arguments[7]) or type(arguments[6]) is not torch.dtype:
-        raise CorruptCheckpointError("a tensor is conjugated or negated, or has parts that are not known")
+    if len(arguments) not in (7, 8) or type(arguments[6]) is not torch.dtype:
+        raise CorruptCheckpointError("a tensor of the pickle has parts that are not known")
+    _refuse_marks(arguments[7] if len(arguments) == 8 else None)
     return StoredTensor.of(*arguments[:4], dtype=str(arguments[6]).removeprefix("torch."))
+
+
+def _refuse_marks(marks: Any) -> None:
+    """Raise for a tensor whose stored elements are not its values: torch marks a view as conjugated or negated and
+    leaves the elements as they are."""
+    if marks is None:
+        return
+    if (
+        type(marks) is not dict
+        or not marks.keys() <= {"conj", "neg"}
+        or not all(type(m) is bool for m in marks.values())
+    ):
+        raise CorruptCheckpointError("a tensor of the pickle has parts that are not known")
+    if any(marks.values()):
+        raise UnsupportedFormatError(
+            "a tensor is a conjugated or negated view, whose values are not what is stored",
+            advice="save it again with tensor.resolve_conj().resolve_neg() in its place",
+        )
 
 
 def _parameter(*arguments: Any) -> StoredTensor:

@@ -8,7 +8,7 @@ from typing import Any
 from holdfast.errors import UsageError
 from holdfast.formats.source import Source, TensorEntry, tensors_of
 
-__all__ = ["MODEL_NAMES", "find_extra_states", "find_weights", "part_of", "united"]
+__all__ = ["MODEL_NAMES", "find_extra_states", "find_weights", "is_state_dict", "part_of", "united"]
 
 # What trainings call the model in the dict that they give to torch.save, in the order in which they are looked for.
 MODEL_NAMES = ("model", "state_dict", "model_state_dict", "module", "model_state", "network", "net", "weights")
@@ -84,7 +84,7 @@ def _place_of_weights(source: Source, component: str | None) -> str:
         if "model" in known or len(known) == 1:
             return "model" if "model" in known else known[0]
         raise _ambiguous(source, known)
-    if _is_state_dict(source.tree):
+    if is_state_dict(source.tree):
         return ""
     usual = [name for name in MODEL_NAMES if tensors_of(source.tree.get(name))]
     candidates = usual or [str(name) for name, value in source.tree.items() if tensors_of(value)]
@@ -115,14 +115,14 @@ def part_of(tree: Any, path: str, location: str = "") -> Any:
 def _innermost(source: Source, name: str) -> str:
     """Return the path of a part, or of what has a usual name in it, as in `{"state": {"model": ...}}`."""
     part = source.tree[name]
-    if not _is_state_dict(part) and isinstance(part, Mapping):
+    if not is_state_dict(part) and isinstance(part, Mapping):
         inner = [usual for usual in MODEL_NAMES if tensors_of(part.get(usual))]
         if len(inner) == 1:
             return f"{name}.{inner[0]}"
     return name
 
 
-def _is_state_dict(tree: Any) -> bool:
+def is_state_dict(tree: Any) -> bool:
     """Return whether a dict is the state dict of a model: tensors by dotted names, and extra states among them."""
     if not isinstance(tree, Mapping) or not tree:
         return False

@@ -362,3 +362,13 @@ def test_a_value_where_a_tensor_should_be_is_damage(folder: pathlib.Path) -> Non
     change_metadata(folder, change)
     with pytest.raises(CorruptCheckpointError, match="no tensor is stored"):
         raise refused(folder)
+
+
+@pytest.mark.parametrize("value", [False, True], ids=["tensor", "value"])
+def test_a_conjugated_view_is_refused_with_the_way_to_save_it(value: bool, tmp_path: pathlib.Path) -> None:
+    waves = torch.ones(2, dtype=torch.complex64).conj()
+    state = {"waves": {(1, 2): waves} if value else waves}
+    dcp.save(state, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    with opened(tmp_path / "checkpoint") as source:
+        with pytest.raises(UnsupportedFormatError, match=r"waves.*conjugated or negated.*resolve_conj\(\)"):
+            read_everything(source)

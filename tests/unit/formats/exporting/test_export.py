@@ -147,6 +147,99 @@ def test_a_number_that_the_other_type_cannot_hold_is_an_error(tmp_path: Path, va
     assert others(tmp_path) == []
 
 
+def stepped() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model and its optimizer, whose step counter bfloat16 cannot hold."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    for state in optimizer.state.values():
+        state["step"].fill_(1001.0)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("foreign", [False, True], ids=["holdfast", "torch"])
+def test_dtype_leaves_the_optimizer_as_it_is(tmp_path: Path, foreign: bool) -> None:
+    model, optimizer = stepped()
+    source = tmp_path / "source.pt"
+    if foreign:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, source)
+    else:
+        source = saved(tmp_path, {"model": model, "optimizer": optimizer})
+    export(source, tmp_path / "out.pt", format="torch", only=["model", "optimizer"], dtype="bfloat16")
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert same(found["model"], {name: one.bfloat16() for name, one in model.state_dict().items()})
+    for state, wanted in zip(found["optimizer"]["state"].values(), optimizer.state.values(), strict=True):
+        assert same(state, wanted)
+
+
+def test_dtype_converts_each_module_and_no_values_beside_it(tmp_path: Path) -> None:
+    counters = {"tokens": torch.tensor(1001.0)}
+    run = saved(tmp_path, {"generator": nn.Linear(2, 2), "critic": nn.Linear(2, 2), "counters": counters})
+    export(run, tmp_path / "out.pt", format="torch", only=["generator", "critic", "counters"], dtype="bfloat16")
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert {found[name]["weight"].dtype for name in ("generator", "critic")} == {torch.bfloat16}
+    assert same(found["counters"], counters)
+
+
+@pytest.mark.parametrize("only", ["optimizer", ["optimizer", "ema"]])
+def test_dtype_without_a_model_is_refused(tmp_path: Path, only: str | list[str]) -> None:
+    model, optimizer = stepped()
+    run = saved(tmp_path, {"model": model, "optimizer": optimizer, "ema": {"w": torch.ones(2)}})
+    with pytest.raises(UsageError, match=r"none of these is a model: optimizer"):
+        export(run, tmp_path / "out.pt", format="torch", only=only, dtype="bfloat16")
+    assert others(tmp_path) == []
+
+
+def test_dtype_converts_tensors_by_name_that_are_exported_alone(tmp_path: Path) -> None:
+    run = saved(tmp_path, {"model": nn.Linear(2, 2), "ema": {"w": torch.ones(2)}})
+    export(run, tmp_path / "out.pt", format="torch", only="ema", dtype="bfloat16")
+    assert same(torch.load(tmp_path / "out.pt", weights_only=True), {"w": torch.ones(2, dtype=torch.bfloat16)})
+
+
+INFINITY, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "value", "fits"),
+    [
+        ("float32", "float8_e4m3fn", 448.0, True),
+        ("float32", "float8_e4m3fn", 449.0, False),
+        ("float32", "float8_e4m3fn", -1e6, False),
+        ("float32", "float8_e4m3fn", INFINITY, False),
+        ("float32", "float8_e4m3fn", NAN, True),
+        ("bfloat16", "float8_e4m3fnuz", 241.0, False),
+        ("bfloat16", "float8_e4m3fnuz", -INFINITY, False),
+        ("float32", "float8_e5m2", 57344.0, True),
+        ("float32", "float8_e5m2", 57345.0, False),
+        ("float32", "float8_e5m2", INFINITY, True),
+        ("float8_e5m2", "float8_e4m3fn", 512.0, False),
+        ("float8_e5m2", "float8_e4m3fn", NAN, True),
+        ("float8_e5m2", "float8_e5m2fnuz", INFINITY, False),
+        ("float8_e4m3fn", "float16", 448.0, True),
+        ("float16", "float8_e8m0fnu", 0.0, False),
+        ("float16", "float8_e8m0fnu", -1.0, False),
+        ("float16", "float8_e8m0fnu", 4.0, True),
+        ("float32", "float16", 65505.0, False),
+        ("float64", "bfloat16", 1e300, False),
+    ],
+)
+def test_a_number_outside_the_range_of_the_other_type_is_an_error_whatever_torch_makes_of_it(
+    tmp_path: Path, stored: str, wanted: str, value: float, fits: bool
+) -> None:
+    tensor = torch.tensor([1.0, value, 2.0], dtype=torch.float64).to(getattr(torch, stored))
+    run = saved(tmp_path, {"model": {"x": tensor}})
+    if fits:
+        export(run, tmp_path / "out.pt", format="torch", dtype=wanted)
+        found = torch.load(tmp_path / "out.pt", weights_only=True)["x"]
+        assert found.dtype == getattr(torch, wanted)
+        assert torch.equal(found.float().nan_to_num(nan=-7.0), tensor.float().nan_to_num(nan=-7.0))
+        return
+    with pytest.raises(UsageError, match=f"'x'.*outside the range of {wanted}"):
+        export(run, tmp_path / "out.pt", format="torch", dtype=wanted)
+    assert others(tmp_path) == []
+
+
 @pytest.mark.parametrize("dtype", ["int8", "bool", "bf16", torch.int64, "complex64"])
 def test_a_type_that_is_no_floating_point_type_is_refused(run: Path, tmp_path: Path, dtype: str | torch.dtype) -> None:
     with pytest.raises(UsageError, match="bfloat16"):

@@ -243,10 +243,21 @@ def test_a_sharded_tensor_is_refused_with_the_way_to_save_it(tmp_path: pathlib.P
         opened(tmp_path / "file.pt")
 
 
-def test_a_conjugated_tensor_is_refused(tmp_path: pathlib.Path) -> None:
-    tensor = torch.ones(2, dtype=torch.complex64).conj()
-    with pytest.raises(CorruptCheckpointError, match="conjugated"):
-        opened(saved({"x": tensor}, tmp_path))
+@FORMS
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.ones(2, dtype=torch.complex64).conj(), torch.ones(2, dtype=torch.complex64).conj().imag],
+    ids=["conjugated", "negated"],
+)
+def test_a_conjugated_or_negated_view_is_refused_with_the_way_to_save_it(
+    tensor: torch.Tensor, zipped: bool, tmp_path: pathlib.Path
+) -> None:
+    path = saved({"x": tensor}, tmp_path, zipped=zipped)
+    with pytest.raises(UnsupportedFormatError, match=r"file\.pt.*conjugated or negated.*resolve_conj\(\)"):
+        opened(path)
+    plain = tensor.resolve_conj().resolve_neg()
+    source = opened(saved({"x": plain}, tmp_path, zipped=zipped))
+    assert same_bytes(read(source, source.tree["x"]), plain)
 
 
 @pytest.mark.guarantee("G9")
