@@ -44,6 +44,28 @@ class Attempt:
 def begin(catalog: Catalog, step: int | None, size: int) -> Attempt:
     """Become the writer of a run and claim the folder of a step for so many ranks. None is the step after the latest
     checkpoint's, which the new one continues; a step which that lineage has committed is refused."""
+    _place_after_latest(catalog, step)  # what is refused becomes no writer, and makes no run
+    open_run(catalog)
+    lease = Lease.acquire(catalog.storage, close_attempts=catalog.attempts.close_older)
+    try:
+        # Again: until the lease was taken, its last holder could commit.
+        place = _place_after_latest(catalog, step)
+        first = lease.floor.first_attempt(place.step)
+        folder, claim = catalog.attempts.claim(place.step, size, lease=lease.number, first=first)
+    except BaseException:
+        lease.release()
+        raise
+    return Attempt(folder, claim, place.step, place.ancestry, lease)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    step: int
+    ancestry: Ancestry
+
+
+def _place_after_latest(catalog: Catalog, step: int | None) -> _Place:
+    """Return the step of the next checkpoint and what it continues, by the checkpoints that are there now."""
     scan = catalog.scan()
     latest = scan.checkpoints[0] if scan.checkpoints else None
     if step is None:
@@ -57,15 +79,7 @@ def begin(catalog: Catalog, step: int | None, size: int) -> Attempt:
             step=step,
             advice="a committed checkpoint never changes; save another step",
         )
-    open_run(catalog)
-    lease = Lease.acquire(catalog.storage, close_attempts=catalog.attempts.close_older)
-    try:
-        first = lease.floor.first_attempt(step)
-        folder, claim = catalog.attempts.claim(step, size, lease=lease.number, first=first)
-    except BaseException:
-        lease.release()
-        raise
-    return Attempt(folder, claim, step, Ancestry(parent, Lineage.through(line), _segment_after(latest)), lease)
+    return _Place(step, Ancestry(parent, Lineage.through(line), _segment_after(latest)))
 
 
 def facts_of(attempt: Attempt, metadata: UserMetadata, versions: dict[str, str]) -> Facts:

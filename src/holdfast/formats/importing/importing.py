@@ -10,7 +10,7 @@ import errno
 import logging
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from holdfast.errors import StorageError, UsageError
+from holdfast.errors import KeyMissingError, SaveUncertainError, StorageError, UsageError
 from holdfast.formats.attempt import Attempt, begin, facts_of, finish
 from holdfast.formats.importing.lightning import is_lightning, take_lightning
 from holdfast.formats.importing.optimizers import Parameters
@@ -162,7 +162,7 @@ def _step_of(training: Training, given: int | None, location: str) -> int:
 
 
 def _store(training: Training, catalog: Catalog, given: int | None, location: str) -> Checkpoint:
-    """Write and commit. An error or an interrupt before the commit leaves no file of the attempt."""
+    """Write and commit. An error or an interrupt before there is a manifest leaves no file of the attempt."""
     if all(part.component == OTHER for part in training.parts):
         raise UsageError(
             "the source has no model, no optimizer and no other state by name",
@@ -177,10 +177,11 @@ def _store(training: Training, catalog: Catalog, given: int | None, location: st
     _require_room(catalog, size_bytes)
     attempt = begin(catalog, step, training.ranks)
     try:
-        receipt = _write(attempt, stored, plain, size_bytes, catalog)
-        receipts = [receipt, *(Receipt((), ()) for _ in range(training.ranks - 1))]
-        facts = facts_of(attempt, metadata, {IMPORTED_FROM: training.layout})
-        checkpoint = commit(facts, Listing(stored.leaves, stored.trees), receipts, catalog)
+        with _discarding(attempt, catalog) as created:
+            receipt = _write(attempt, stored, plain, size_bytes, catalog, created)
+            receipts = [receipt, *(Receipt((), ()) for _ in range(training.ranks - 1))]
+            facts = facts_of(attempt, metadata, {IMPORTED_FROM: training.layout})
+            checkpoint = commit(facts, Listing(stored.leaves, stored.trees), receipts, catalog)
         finish(checkpoint)
     finally:
         attempt.lease.release()
@@ -188,17 +189,44 @@ def _store(training: Training, catalog: Catalog, given: int | None, location: st
     return checkpoint
 
 
-def _write(attempt: Attempt, stored: Stored, plain: Sequence[PlainFile], size_bytes: int, catalog: Catalog) -> Receipt:
-    files = streamed_files(stored.sources, rank=0)
+@contextmanager
+def _discarding(attempt: Attempt, catalog: Catalog) -> Iterator[list[str]]:
+    """Remove the files that the block lists, and the attempt, if it fails and no manifest can name them."""
     created: list[str] = []
     try:
-        with Progress(f"importing step {attempt.step}", size_bytes) as progress:
-            return write(
-                attempt.folder, files, plain, catalog.storage, on_bytes=progress.add, on_created=created.append
-            )
-    except BaseException:
-        discard_files([*created, paths.ATTEMPT], attempt.folder, catalog)
+        yield created
+    except SaveUncertainError:
         raise
+    except BaseException:
+        if _has_no_manifest(attempt, catalog):
+            discard_files([*created, paths.ATTEMPT], attempt.folder, catalog)
+        raise
+
+
+def _has_no_manifest(attempt: Attempt, catalog: Catalog) -> bool:
+    """Return whether it is certain that there is none. One that was taken back counts: a power cut may bring it back,
+    and then everything that it names must be there. An interrupt may come right after the commit."""
+    try:
+        catalog.storage.open(paths.key(attempt.folder, paths.MANIFEST)).close()
+    except KeyMissingError:
+        return True
+    except Exception as error:
+        logger.debug("the files of %s stay, its manifest cannot be looked for: %s", attempt.folder, error)
+    return False
+
+
+def _write(
+    attempt: Attempt,
+    stored: Stored,
+    plain: Sequence[PlainFile],
+    size_bytes: int,
+    catalog: Catalog,
+    created: list[str],
+) -> Receipt:
+    """Write all files, and add the name of each to `created` as soon as it is there."""
+    files = streamed_files(stored.sources, rank=0)
+    with Progress(f"importing step {attempt.step}", size_bytes) as progress:
+        return write(attempt.folder, files, plain, catalog.storage, on_bytes=progress.add, on_created=created.append)
 
 
 def _metadata(training: Training, location: str) -> UserMetadata:

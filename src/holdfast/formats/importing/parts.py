@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from holdfast.errors import CorruptCheckpointError
 from holdfast.formats.source import TensorEntry
 from holdfast.formats.weights.selection import MODEL_NAMES
+from holdfast.ondisk.codec import MAX_DEPTH
 
 __all__ = [
     "CONFIG_NAMES",
@@ -76,11 +78,15 @@ def is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def own_values(value: Any) -> Any:
+def own_values(value: Any, depth: int = 0) -> Any:
     """Return the same values in dicts of the plain type: what a component's state has, whatever class carried it."""
+    if depth > MAX_DEPTH:
+        raise CorruptCheckpointError(
+            f"values of the source nest more than {MAX_DEPTH} deep", advice="leave the part out with skip="
+        )
     if isinstance(value, Mapping):
-        return {key: own_values(inner) for key, inner in value.items()}
-    return [own_values(inner) for inner in value] if type(value) is list else value
+        return {key: own_values(inner, depth + 1) for key, inner in value.items()}
+    return [own_values(inner, depth + 1) for inner in value] if type(value) is list else value
 
 
 def without_wrappers(names: Mapping[str, Any]) -> dict[str, str]:

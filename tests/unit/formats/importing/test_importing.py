@@ -3,6 +3,7 @@ is refused, and that an import that fails commits nothing. Files of real tools a
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -14,11 +15,12 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import holdfast
-from holdfast.errors import StateMismatchError, UsageError
+from holdfast.errors import KeyMissingError, SaveUncertainError, StateMismatchError, StorageError, UsageError
 from holdfast.formats.importing.importing import import_checkpoint, import_source
 from holdfast.formats.source import Source, TensorEntry
 from holdfast.ondisk import paths
 from holdfast.runs.lease import holder
+from holdfast.storage.local.local import LocalStorage
 from holdfast.storage.registry import open_storage
 from tests.unit.formats.plain_source import PlainSource
 
@@ -510,6 +512,85 @@ def test_an_import_that_is_cut_off_leaves_nothing(tmp_path: Path, run: Path, err
     assert holder(open_storage(run)) is None
     import_source(source_of(training.saved(), tmp_path), run, step=0)
     assert holdfast.verify(run).ok
+
+
+class RefusingManifests(LocalStorage):
+    """Raises when a manifest is put, before it is there or right after."""
+
+    def __init__(self, url: str, error: BaseException, *, after: bool) -> None:
+        super().__init__(url)
+        self._error: BaseException | None = error
+        self._after = after
+
+    def put(self, key: str, data: bytes) -> None:
+        error = self._error if key.endswith(paths.MANIFEST) else None
+        if error is not None and not self._after:
+            raise error
+        super().put(key, data)
+        if error is not None:
+            self._error = None  # a manifest can be taken back
+            raise error
+
+
+def files_of_steps(run: Path) -> list[str]:
+    return sorted(path.name for path in run.glob("step-*/**/*") if path.is_file())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [KeyboardInterrupt(), StorageError("full", errno=errno.ENOSPC), UnicodeEncodeError("utf-8", "a", 0, 1, "bad")],
+    ids=["Ctrl-C", "full", "bug"],
+)
+def test_an_import_that_fails_at_the_commit_leaves_nothing(tmp_path: Path, run: Path, error: BaseException) -> None:
+    training = trained()
+    with pytest.raises(type(error)):
+        import_source(source_of(training.saved(), tmp_path), RefusingManifests(str(run), error, after=False), step=0)
+    assert files_of_steps(run) == []
+    assert holder(open_storage(run)) is None
+    import_source(source_of(training.saved(), tmp_path), run, step=0)
+    assert holdfast.verify(run).ok
+
+
+def test_an_interrupt_right_after_the_commit_keeps_the_checkpoint(tmp_path: Path, run: Path) -> None:
+    storage = RefusingManifests(str(run), KeyboardInterrupt(), after=True)
+    with pytest.raises(KeyboardInterrupt):
+        import_source(source_of(trained().saved(), tmp_path), storage, step=0)
+    assert [checkpoint.step for checkpoint in holdfast.checkpoints(run)] == [0]
+    assert holdfast.verify(run).ok
+
+
+def test_a_manifest_that_was_taken_back_keeps_its_files(tmp_path: Path, run: Path) -> None:
+    storage = RefusingManifests(str(run), StorageError("no answer"), after=True)
+    with pytest.raises(StorageError, match="no answer"):
+        import_source(source_of(trained().saved(), tmp_path), storage, step=0)
+    assert holdfast.checkpoints(run) == []
+    assert len(files_of_steps(run)) > 2
+
+
+class Unanswering(RefusingManifests):
+    """Commits without an answer, and neither takes the manifest back nor shows it from then on."""
+
+    is_silent = False
+
+    def delete(self, key: str) -> None:
+        if key.endswith(paths.MANIFEST):
+            self.is_silent = True
+            raise StorageError("no answer")
+        super().delete(key)
+
+    def open(self, key: str) -> Any:
+        if key.endswith(paths.MANIFEST) and self.is_silent:
+            raise KeyMissingError("not seen yet")
+        return super().open(key)
+
+
+def test_a_commit_of_uncertain_outcome_keeps_its_files(tmp_path: Path, run: Path) -> None:
+    with pytest.raises(SaveUncertainError):
+        import_source(
+            source_of(trained().saved(), tmp_path), Unanswering(str(run), StorageError("late"), after=True), step=0
+        )
+    assert holdfast.verify(run).ok
+    assert [checkpoint.step for checkpoint in holdfast.checkpoints(run)] == [0]
 
 
 def test_a_run_in_use_is_not_written_to(tmp_path: Path, run: Path) -> None:
