@@ -12,7 +12,7 @@ from typing import Any
 from holdfast.errors import UsageError
 from holdfast.formats.own import OwnSource
 from holdfast.formats.source import Source, TensorEntry
-from holdfast.formats.weights.selection import find_extra_states, find_weights, part_of, united
+from holdfast.formats.weights.selection import find_model, part_of, united
 from holdfast.ondisk.codec import Subclass
 
 __all__ = ["component_names", "component_of", "frozen_bases", "refuse_subclasses", "values_of"]
@@ -38,7 +38,7 @@ def component_of(source: Source, name: str) -> Mapping[str, Any]:
         found = _own_component(source, name)
     elif name == _USUAL_MODEL:
         # What a file of another format has no name for is the model.
-        found = {**find_weights(source), **find_extra_states(source)}
+        found = find_model(source)
     else:
         found = part_of(source.tree, name, source.location)
     if not isinstance(found, Mapping) or not found:

@@ -82,14 +82,30 @@ def published(target: Path) -> Iterator[Path]:
     name = target.name.encode("utf-8", "replace")[:_MAX_NAME_BYTES].decode("utf-8", "ignore")
     partial = target.parent / f".{name}.{os.urandom(4).hex()}.partial"
     try:
-        yield partial
-        with explaining("making it durable", str(partial)):
+        with _explaining_target(target):
+            yield partial
             _sync(partial)
-        with explaining("moving it to its name", str(target)):
             _move(partial, target)
     except BaseException:
         _remove(partial)
         raise
+
+
+@contextmanager
+def _explaining_target(target: Path) -> Iterator[None]:
+    """Raise errors of the system as a `StorageError` that names the target, which is written under another name."""
+    with explaining("writing it", str(target)):
+        try:
+            yield
+        except StorageError:
+            raise
+        except FileNotFoundError as error:
+            raise StorageError(
+                "what was being written, or its folder, was removed by somebody else",
+                errno=errno.ENOENT,
+                file=str(target),
+                advice="export again to a folder that stays",
+            ) from error
 
 
 def _sync(path: Path) -> None:
@@ -156,6 +172,8 @@ def _exists(target: Path) -> KeyExistsError:
 
 
 def _remove(partial: Path) -> None:
+    if not os.path.lexists(partial):
+        return
     try:
         if partial.is_dir():
             shutil.rmtree(partial)
