@@ -41,15 +41,35 @@ def check_target(target: str | os.PathLike[str]) -> Path:
             f"the target {text!r} is no local path", advice="export to a local path and copy it from there"
         )
     path = Path(os.path.expanduser(text))
+    _require_path(text)
     if not path.name or path.name == "..":
         raise UsageError(f"the target {text!r} has no name of its own", advice="name the new file or folder")
-    if os.path.lexists(path):
+    with explaining("looking at it", str(path)):
+        is_there, has_folder = _is_there(path), path.parent.is_dir()
+    if is_there:
         raise _exists(path)
-    if not path.parent.is_dir():
+    if not has_folder:
         raise UsageError(
             "the folder of the target does not exist", file=str(path.parent), advice="create it, or check the path"
         )
     return path
+
+
+def _require_path(text: str) -> None:
+    try:
+        is_path = b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        is_path = False
+    if not is_path:
+        raise UsageError(f"the target {text!r:.200} is no path: no file can have this name")
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def require_room(target: Path, size_bytes: int) -> None:

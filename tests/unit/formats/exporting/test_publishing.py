@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.errors import StorageError
+from holdfast.errors import StorageError, UsageError
 from holdfast.formats.exporting.export import export
-from holdfast.formats.exporting.publishing import published
+from holdfast.formats.exporting.publishing import check_target, published
 
 # The system refuses to let any file grow beyond the limit, as a full disk does.
 LIMITED = """
@@ -94,3 +94,14 @@ def test_values_of_a_foreign_model_are_kept_or_named_as_left_out(
     else:
         assert report.left_out == ("num_updates", "note")
         assert "num_updates, note" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["nul\0", "half\ud800"])
+def test_a_target_that_no_file_can_be_called_is_a_usage_error(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match="no path"):
+        check_target(tmp_path / name)
+
+
+def test_a_target_with_a_name_that_is_too_long_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="shorter"):
+        check_target(tmp_path / ("n" * 300))
