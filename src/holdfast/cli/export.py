@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from holdfast.formats.exporting.export import ExportReport
 
 _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[kmgt]?i?b?)", re.IGNORECASE)
+_MAX_SIZE_BYTES = 2**63 - 1
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -92,7 +93,10 @@ def _size_bytes(text: str) -> int:
     if match is None:
         raise UsageError(f"--max-shard-size {text!r} is no size", advice="give one such as 5GB or 512MiB")
     unit = match["unit"].lower().removesuffix("b")
-    size_bytes = int(float(match["number"]) * (1024 if unit.endswith("i") else 1000) ** _POWERS[unit.removesuffix("i")])
+    number = float(match["number"]) * (1024 if unit.endswith("i") else 1000) ** _POWERS[unit.removesuffix("i")]
+    if number > _MAX_SIZE_BYTES:
+        raise UsageError(f"--max-shard-size {text[:40]!r} is no size of a file: it is too large", advice="leave it out")
+    size_bytes = int(number)
     if size_bytes <= 0:
         raise UsageError(f"--max-shard-size {text!r} is no size above 0")
     return size_bytes

@@ -23,6 +23,7 @@ from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.readers import reading
 from holdfast.runs.selector import Selector
 from holdfast.storage.base import Storage
+from holdfast.storage.local.advice import explaining
 
 __all__ = ["OwnFormat", "OwnSource", "is_own_location"]
 
@@ -140,7 +141,16 @@ def is_own_location(location: object) -> bool:
     text = os.fspath(location)
     if "://" in text:
         return True
+    try:
+        with explaining("looking at it", text):
+            return _is_own_path(text)
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(f"{text!r:.200} is no path: {error}", advice="check the path") from None
+
+
+def _is_own_path(text: str) -> bool:
     path = Path(os.path.expanduser(text))
+    os.fsencode(path)
     if path.exists():
         return OwnFormat().detects(path)
     # A path that does not exist: `RUN@SELECTOR`, of which the part before the last `@` is a run.

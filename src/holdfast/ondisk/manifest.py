@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from blake3 import blake3
 
-from holdfast.errors import CorruptCheckpointError, HoldfastError, SaveFailedError, UnsupportedFormatError
+from holdfast.errors import CorruptCheckpointError, HoldfastError, SaveFailedError, UnsupportedFormatError, UsageError
 from holdfast.ondisk import paths
 from holdfast.ondisk.decoding import from_json
 from holdfast.ondisk.dtypes import ELEMENT_TYPES, MAX_TENSOR_BYTES, element_type
@@ -243,7 +243,12 @@ def tensor_file_digest(header: bytes, block_digests: Iterable[str]) -> str:
 
 def encode_manifest(manifest: Manifest) -> tuple[bytes, str]:
     """Return the bytes of `manifest.json` and the digest that is the checkpoint's identity."""
-    body = msgspec.json.encode(manifest, order="deterministic")
+    try:
+        body = msgspec.json.encode(manifest, order="deterministic")
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"a name or a value is no text: {ascii(error.object)[:200]}", advice="give it another name or value"
+        ) from None
     digest = digest_of(body)
     return b'{"holdfast_format":%d,"digest":"%s","manifest":%s}\n' % (FORMAT, digest.encode(), body), digest
 

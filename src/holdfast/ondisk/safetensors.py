@@ -72,7 +72,12 @@ def encode_header(
         end = position + math.prod(shape) * kind.item_bytes
         listed[name] = {"dtype": kind.code, "shape": kind.stored_shape(shape), "data_offsets": (position, end)}
         position = end
-    header = _padded(msgspec.json.encode(listed))
+    try:
+        header = _padded(msgspec.json.encode(listed))
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"a tensor has a name that is no text: {ascii(error.object)[:200]}", advice="give the tensor another name"
+        ) from None
     if len(header) > MAX_HEADER_BYTES:
         raise UsageError(
             f"the names of {len(entries)} tensors make a header of {len(header):,} bytes, over the limit of "

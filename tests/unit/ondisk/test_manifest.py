@@ -14,7 +14,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from holdfast.errors import CorruptCheckpointError, HoldfastError, UnsafeContentError, UnsupportedFormatError
+from holdfast.errors import (
+    CorruptCheckpointError,
+    HoldfastError,
+    UnsafeContentError,
+    UnsupportedFormatError,
+    UsageError,
+)
 from holdfast.ondisk import paths
 from holdfast.ondisk.dtypes import ELEMENT_TYPES, element_type
 from holdfast.ondisk.manifest import (
@@ -476,3 +482,8 @@ def test_a_file_that_claims_to_be_huge_costs_nothing_to_list() -> None:
     tracemalloc.stop()
     assert manifest.size_bytes > MAX_VALUES_BYTES
     assert peak < 20 * len(data) + 100_000
+
+
+def test_a_value_that_is_no_text_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match="no text"):
+        encode_manifest(msgspec.structs.replace(small(), config={"a\ud800b": 1}))

@@ -12,8 +12,9 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from holdfast.errors import CorruptCheckpointError, HoldfastError, UnsupportedFormatError
+from holdfast.formats.plain_text import require_name
 from holdfast.formats.torch_files.pickle_machine import Record
-from holdfast.formats.torch_files.pickles import load_plain
+from holdfast.formats.torch_files.pickles import MAX_DEPTH, load_plain
 from holdfast.formats.torch_files.stand_ins import plain_globals
 from holdfast.ondisk.dtypes import ELEMENT_TYPES
 from holdfast.ondisk.paths import safe_relative
@@ -93,6 +94,7 @@ def _folder(found: Any) -> FolderMetadata:
     if not isinstance(listed, dict) or not all(type(name) is str for name in listed):
         raise CorruptCheckpointError("the metadata has no list of what is stored")
     for name, entry in listed.items():
+        require_name(name)
         try:
             if isinstance(entry, Record) and entry.kind == "BytesStorageMetadata":
                 values[name] = _item(stored, name, None)
@@ -210,5 +212,9 @@ def _paths(planned: Any, names: set[str]) -> dict[str, Path]:
             continue
         if type(path) is not tuple or not path or not all(type(part) in (str, int) for part in path):
             raise CorruptCheckpointError("a path of the metadata is not made of names and numbers", leaf=name)
+        if len(path) > MAX_DEPTH:
+            raise CorruptCheckpointError(f"a path of the metadata has more than {MAX_DEPTH} parts", leaf=name)
+        for part in path:
+            require_name(str(part))
         paths[name] = path
     return paths

@@ -12,14 +12,7 @@ from typing import Any
 from holdfast.errors import UsageError
 from holdfast.formats.own import OwnSource
 from holdfast.formats.source import Source, TensorEntry
-from holdfast.formats.weights.selection import (
-    MODEL_NAMES,
-    find_extra_states,
-    find_weights,
-    is_state_dict,
-    part_of,
-    united,
-)
+from holdfast.formats.weights.selection import MODEL_NAMES, find_model, is_state_dict, part_of, united
 from holdfast.ondisk.codec import Subclass
 
 __all__ = ["component_names", "component_of", "frozen_bases", "models_among", "refuse_subclasses", "values_of"]
@@ -45,7 +38,7 @@ def component_of(source: Source, name: str) -> Mapping[str, Any]:
         found = _own_component(source, name)
     elif name == _USUAL_MODEL:
         # What a file of another format has no name for is the model.
-        found = {**find_weights(source), **find_extra_states(source)}
+        found = find_model(source)
     else:
         found = part_of(source.tree, name, source.location)
     if not isinstance(found, Mapping) or not found:

@@ -73,9 +73,10 @@ def write_json(path: Path, values: Any) -> None:
     """Write values as a JSON file for people."""
     try:
         text = json.dumps(_plain(values), indent=2, sort_keys=True, ensure_ascii=False)
-    except (TypeError, ValueError) as error:
+        data = f"{text}\n".encode()
+    except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"{path.name} cannot be written as JSON: {error}", advice="store plain values") from None
-    put_file(path, f"{text}\n".encode())
+    put_file(path, data)
 
 
 def _plain(value: Any) -> Any:

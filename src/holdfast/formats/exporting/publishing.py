@@ -41,15 +41,35 @@ def check_target(target: str | os.PathLike[str]) -> Path:
             f"the target {text!r} is no local path", advice="export to a local path and copy it from there"
         )
     path = Path(os.path.expanduser(text))
+    _require_path(text)
     if not path.name or path.name == "..":
         raise UsageError(f"the target {text!r} has no name of its own", advice="name the new file or folder")
-    if os.path.lexists(path):
+    with explaining("looking at it", str(path)):
+        is_there, has_folder = _is_there(path), path.parent.is_dir()
+    if is_there:
         raise _exists(path)
-    if not path.parent.is_dir():
+    if not has_folder:
         raise UsageError(
             "the folder of the target does not exist", file=str(path.parent), advice="create it, or check the path"
         )
     return path
+
+
+def _require_path(text: str) -> None:
+    try:
+        is_path = b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        is_path = False
+    if not is_path:
+        raise UsageError(f"the target {text!r:.200} is no path: no file can have this name")
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def require_room(target: Path, size_bytes: int) -> None:
@@ -82,14 +102,30 @@ def published(target: Path) -> Iterator[Path]:
     name = target.name.encode("utf-8", "replace")[:_MAX_NAME_BYTES].decode("utf-8", "ignore")
     partial = target.parent / f".{name}.{os.urandom(4).hex()}.partial"
     try:
-        yield partial
-        with explaining("making it durable", str(partial)):
+        with _explaining_target(target):
+            yield partial
             _sync(partial)
-        with explaining("moving it to its name", str(target)):
             _move(partial, target)
     except BaseException:
         _remove(partial)
         raise
+
+
+@contextmanager
+def _explaining_target(target: Path) -> Iterator[None]:
+    """Raise errors of the system as a `StorageError` that names the target, which is written under another name."""
+    with explaining("writing it", str(target)):
+        try:
+            yield
+        except StorageError:
+            raise
+        except FileNotFoundError as error:
+            raise StorageError(
+                "what was being written, or its folder, was removed by somebody else",
+                errno=errno.ENOENT,
+                file=str(target),
+                advice="export again to a folder that stays",
+            ) from error
 
 
 def _sync(path: Path) -> None:
@@ -156,6 +192,8 @@ def _exists(target: Path) -> KeyExistsError:
 
 
 def _remove(partial: Path) -> None:
+    if not os.path.lexists(partial):
+        return
     try:
         if partial.is_dir():
             shutil.rmtree(partial)

@@ -15,8 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from holdfast.errors import CorruptCheckpointError, StorageError, UnsafeContentError
+from holdfast.errors import CorruptCheckpointError, HoldfastError, StorageError, UnsafeContentError
 from holdfast.formats.binary import BinaryFile
+from holdfast.formats.plain_text import require_plain_text
 from holdfast.ondisk.paths import safe_relative
 from holdfast.runs.assets import Asset
 
@@ -106,6 +107,10 @@ def parse_json(data: bytes, name: str) -> Any:
         return made
 
     try:
-        return json.loads(data.decode(), object_pairs_hook=unique)
+        values = json.loads(data.decode(), object_pairs_hook=unique)
+        require_plain_text(values)
+        return values
+    except HoldfastError as error:
+        raise error.at(file=name) from None
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"the file is no JSON: {error}", file=name) from None

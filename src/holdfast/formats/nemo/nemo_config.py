@@ -11,7 +11,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from holdfast.errors import CorruptCheckpointError, UnsafeContentError, UsageError
+from holdfast.errors import CorruptCheckpointError, HoldfastError, UnsafeContentError, UsageError
+from holdfast.formats.plain_text import require_plain_text
 
 __all__ = ["MAX_CONFIG_BYTES", "config_from_yaml", "config_to_yaml", "with_references"]
 
@@ -31,7 +32,9 @@ def config_from_yaml(text: bytes, *, file: str) -> Any:
     if len(text) > MAX_CONFIG_BYTES:
         raise UnsafeContentError(f"the config has {len(text)} bytes; {MAX_CONFIG_BYTES} are accepted", file=file)
     try:
-        return _loader_class()(text.decode()).get_single_data()
+        values = _loader_class()(text.decode()).get_single_data()
+        require_plain_text(values)
+        return values
     except yaml.constructor.ConstructorError as error:
         if "could not determine a constructor" in str(error.problem):
             raise UnsafeContentError(
@@ -40,7 +43,7 @@ def config_from_yaml(text: bytes, *, file: str) -> Any:
         raise CorruptCheckpointError(f"the config is no valid YAML: {error.problem}", file=file) from None
     except RecursionError:
         raise UnsafeContentError("the config is nested too deeply", file=file) from None
-    except UnsafeContentError as error:
+    except HoldfastError as error:
         raise error.at(file=file) from None
     except (yaml.YAMLError, ValueError, ArithmeticError, TypeError, LookupError) as error:
         raise CorruptCheckpointError(f"the config is no valid YAML: {str(error)[:200]}", file=file) from None
@@ -53,11 +56,11 @@ def config_to_yaml(config: Any) -> bytes:
         text: str = yaml.dump(
             config, Dumper=_dumper_class(), sort_keys=False, allow_unicode=True, default_flow_style=False
         )
-    except (yaml.YAMLError, RecursionError) as error:
+        return text.encode()
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UsageError(
             f"the config cannot be written as YAML: {str(error)[:200]}", advice="give plain values as config="
         ) from None
-    return text.encode()
 
 
 def with_references(config: Any, find: Callable[[str], str | None]) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from holdfast.errors import CorruptCheckpointError, HoldfastError, UnsafeContentError, UnsupportedFormatError
 from holdfast.formats.binary import BinaryFile
+from holdfast.formats.plain_text import require_name
 from holdfast.formats.source import StoredChunk, TensorEntry
 from holdfast.formats.torch_files.pickle_machine import Record
 from holdfast.formats.torch_files.stand_ins import plain_record
@@ -152,6 +153,8 @@ def _plain_key(key: Any) -> Any:
     """Return a key of a dict, or an item of a set, if it is a plain value or a tuple of such."""
     if type(key) in (tuple, frozenset):
         return type(key)(map(_plain_key, key))
-    if type(key) in (str, int, float, bool, type(None), bytes, complex):
+    if type(key) is str:
+        return require_name(key)
+    if type(key) in (int, float, bool, type(None), bytes, complex):
         return key
     raise CorruptCheckpointError(f"the key of a dict or an item of a set is a {type(key).__name__}")

@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holdfast.errors import UsageError
+from holdfast.errors import CorruptCheckpointError, UsageError
 from holdfast.formats.source import Source, TensorEntry, tensors_of
 
-__all__ = ["MODEL_NAMES", "find_extra_states", "find_weights", "is_state_dict", "part_of", "united"]
+__all__ = [
+    "MODEL_NAMES",
+    "find_extra_states",
+    "find_model",
+    "find_weights",
+    "is_state_dict",
+    "part_of",
+    "united",
+]
 
 # What trainings call the model in the dict that they give to torch.save, in the order in which they are looked for.
 MODEL_NAMES = ("model", "state_dict", "model_state_dict", "module", "model_state", "network", "net", "weights")
@@ -38,6 +46,29 @@ def find_extra_states(source: Source, component: str | None = None) -> dict[str,
         for name, value in part.items()
         if str(name).rpartition(".")[2] == "_extra_state" and not isinstance(value, TensorEntry)
     }
+
+
+def find_model(source: Source) -> dict[str, Any]:
+    """Return all of the model by its names in it: tensors, and values that are no tensors, in the order of the source.
+
+    Where tensors are nested, the names are dotted paths. A part without tensors is one value.
+    """
+    part = _model_in(source, None)
+    found: dict[str, Any] = {}
+    if isinstance(part, Mapping):
+        _flatten(part, "", found)
+    return found
+
+
+def _flatten(part: Any, path: str, found: dict[str, Any]) -> None:
+    for key, value in part.items() if isinstance(part, Mapping) else enumerate(part):
+        name = f"{path}.{key}" if path else str(key)
+        if isinstance(value, Mapping | list | tuple) and tensors_of(value):
+            _flatten(value, name, found)
+        elif name in found:
+            raise CorruptCheckpointError("two values have the same name", leaf=name)
+        else:
+            found[name] = value
 
 
 def _model_in(source: Source, component: str | None) -> Any:

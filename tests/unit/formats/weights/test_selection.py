@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import UsageError
+from holdfast.errors import CorruptCheckpointError, UsageError
 from holdfast.formats.source import Source, TensorEntry
-from holdfast.formats.weights.selection import find_extra_states, find_weights, part_of
+from holdfast.formats.weights.selection import find_extra_states, find_model, find_weights, part_of
 
 W = TensorEntry("w", "float32", (2,))
 B = TensorEntry("b", "float32", (1,))
@@ -85,3 +85,21 @@ def test_stages_of_a_pipeline_are_put_together_where_no_name_collides() -> None:
     with pytest.raises(UsageError, match="'a' is in both 'model@rank-00000' and 'model@rank-00001'"):
         find_weights(Held(ranks, list(ranks)))
     assert find_weights(Held(ranks, list(ranks)), "model@rank-00001") == {"a": W}
+
+
+def test_all_of_a_model_is_found_with_the_values_that_are_no_tensors_in_order() -> None:
+    extra = {"scale": [1, 2]}
+    model = {"updates": 5, "layer": {"weight": W, "note": "s", "steps": [B, 3]}, "layer._extra_state": extra}
+    assert list(find_model(Held({"model": model, "epoch": 3})).items()) == [
+        ("updates", 5),
+        ("layer.weight", W),
+        ("layer.note", "s"),
+        ("layer.steps.0", B),
+        ("layer.steps.1", 3),
+        ("layer._extra_state", extra),
+    ]
+
+
+def test_two_values_of_a_model_under_one_name_are_damage() -> None:
+    with pytest.raises(CorruptCheckpointError, match="same name"):
+        find_model(Held({"model": {"layer": {"weight": W, "note": 1}, "layer.note": 2}}))
