@@ -80,6 +80,8 @@ def named_state(
     value = _unflattened(stored, models) if "param_groups" not in stored else own_values(stored)
     value["state"] = dict(value.get("state", {}))
     value["param_groups"] = _listed(value["param_groups"])
+    value = _numbered(value, models)
+    _require_known_state(component, value, location)
     numbers = [number for group in value["param_groups"] for number in group["params"]]
     if all(isinstance(name, str) for name in numbers):
         return _by_name(value, models)
@@ -101,6 +103,45 @@ def _listed(groups: Any) -> list[dict[str, Any]]:
     return [{**group, "params": list(group["params"])} for group in listed]
 
 
+def _numbered(value: dict[str, Any], models: Sequence[Model]) -> dict[str, Any]:
+    """Return the state with numbers in the place of texts that are numbers, as PyTorch's flattening makes them of the
+    keys of a dict. Names of parameters that consist of digits stay names."""
+    names = {name for group in value["param_groups"] for name in group["params"]}
+    is_by_name = any(isinstance(name, str) and not _is_number(name) for name in names)
+    are_texts = all(isinstance(name, str) for name in names)
+    if is_by_name or (are_texts and any(names <= model.tensors.keys() for model in models)):
+        return value
+    groups = [{**group, "params": list(map(_number, group["params"]))} for group in value["param_groups"]]
+    state: dict[Any, Any] = {}
+    for key, inner in value["state"].items():
+        # A text beside the same number would be a second state of one parameter: it stays, and belongs to none.
+        state[key if _number(key) in value["state"] else _number(key)] = inner
+    return {**value, "state": state, "param_groups": groups}
+
+
+def _is_number(name: Any) -> bool:
+    return isinstance(name, str) and name.isascii() and name.isdecimal()
+
+
+def _number(name: Any) -> Any:
+    return int(name) if _is_number(name) else name
+
+
+def _require_known_state(component: str, value: Mapping[str, Any], location: str) -> None:
+    """Refuse state that belongs to no parameter: it is that of a parameter under a key that is not understood, and
+    without it the training would begin anew."""
+    known = {name for group in value["param_groups"] for name in group["params"]}
+    unknown = [key for key in value["state"] if key not in known]
+    if unknown:
+        raise UsageError(
+            f"the optimizer has state under {', '.join(map(repr, unknown[:8]))}"
+            f"{' and more' if len(unknown) > 8 else ''}, and no group has such a parameter",
+            component=component,
+            file=location,
+            advice="leave the optimizer out with skip=",
+        )
+
+
 def _by_name(value: dict[str, Any], models: Sequence[Model]) -> NamedState:
     """Return state that has names already, under the names without wrappers."""
     names = {name for group in value["param_groups"] for name in group["params"]}
@@ -113,7 +154,7 @@ def _by_name(value: dict[str, Any], models: Sequence[Model]) -> NamedState:
 
 def _renamed(value: Mapping[str, Any], names: Mapping[Any, str]) -> dict[str, Any]:
     groups = [{**group, "params": [names[one] for one in group["params"]]} for group in value["param_groups"]]
-    state = {names.get(key, key): inner for key, inner in value["state"].items()}
+    state = {names[key]: inner for key, inner in value["state"].items()}
     return {**value, "state": state, "param_groups": groups}
 
 
