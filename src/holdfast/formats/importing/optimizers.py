@@ -10,8 +10,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from holdfast.errors import UsageError
-from holdfast.formats.importing.parameters import Naming, name_parameters
+from holdfast.formats.importing.parameters import Fits, Naming, name_parameters
 from holdfast.formats.importing.parts import own_values
+from holdfast.formats.importing.shapes import StateShapes
 from holdfast.formats.source import TensorEntry
 from holdfast.ondisk.regions import Shape
 from holdfast.state.names import clean_name
@@ -21,11 +22,6 @@ __all__ = ["Model", "NamedState", "Parameters", "named_state"]
 Parameters: TypeAlias = "torch.nn.Module | Sequence[str]"
 """How a user names parameters: the model, or the names in the optimizer's own order."""
 
-# State that has the shape of its parameter, of the optimizers that torch has and of most others.
-_SHAPED_LIKE_PARAMETER = frozenset(
-    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "square_avg", "acc_delta", "grad_avg"}
-    | {"exp_inf", "prev", "step_size", "ax"}
-)
 # Buffers of torch's own normalisation layers, which no optimizer has.
 _BUFFERS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
@@ -163,7 +159,7 @@ def _naming(
 ) -> tuple[str, Naming]:
     """Return the names of all parameters and the model that has them; an error where that is not certain."""
     groups = [group["params"] for group in value["param_groups"]]
-    shapes = {number: shape for number in value["state"] if (shape := _shape_of(value["state"][number])) is not None}
+    shapes = {number: StateShapes.of(state) for number, state in value["state"].items()}
     module: Any = given if isinstance(given, torch.nn.Module) else None
     if given is not None and module is None:
         return _as_given(component, groups, shapes, models, list(given), location)
@@ -189,16 +185,8 @@ def _naming(
     )
 
 
-def _shape_of(state: Any) -> Shape | None:
-    """Return the shape of a parameter, where its state shows it."""
-    if not isinstance(state, Mapping):
-        return None
-    found = [value.shape for key, value in state.items() if key in _SHAPED_LIKE_PARAMETER and _is_tensor(value)]
-    return found[0] if found else None
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, TensorEntry)
+def _fits(shapes: Mapping[int, StateShapes]) -> Fits:
+    return lambda number, shape: number not in shapes or shapes[number].fits(shape)
 
 
 def _has(model: Model, module: torch.nn.Module) -> bool:
@@ -206,25 +194,25 @@ def _has(model: Model, module: torch.nn.Module) -> bool:
     return names <= model.tensors.keys()
 
 
-def _by_order(groups: Sequence[Sequence[int]], shapes: Mapping[int, Shape], model: Model) -> Naming:
+def _by_order(groups: Sequence[Sequence[int]], shapes: Mapping[int, StateShapes], model: Model) -> Naming:
     if not model.is_ordered:
         return Naming({}, "the tensors do not stand in the order of the model")
-    return name_parameters(groups, shapes, model.parameters())
+    return name_parameters(groups, _fits(shapes), model.parameters())
 
 
-def _by_module(groups: Sequence[Sequence[int]], shapes: Mapping[int, Shape], module: torch.nn.Module) -> Naming:
+def _by_module(groups: Sequence[Sequence[int]], shapes: Mapping[int, StateShapes], module: torch.nn.Module) -> Naming:
     """Name parameters by a live model: by all of its parameters, or by those alone that are trained."""
     named = [(clean_name(module, raw), parameter) for raw, parameter in module.named_parameters()]
     every = {name: tuple(parameter.shape) for name, parameter in named}
     trained = {name: tuple(parameter.shape) for name, parameter in named if parameter.requires_grad}
     is_trained = len(trained) == sum(map(len, groups))
-    return name_parameters(groups, shapes, trained if is_trained else every)
+    return name_parameters(groups, _fits(shapes), trained if is_trained else every)
 
 
 def _as_given(
     component: str,
     groups: Sequence[Sequence[int]],
-    shapes: Mapping[int, Shape],
+    shapes: Mapping[int, StateShapes],
     models: Sequence[Model],
     names: list[str],
     location: str,
@@ -249,16 +237,18 @@ def _as_given(
             **where,
         )
     named = dict(zip(numbers, names, strict=True))
-    wrong = [number for number in shapes if number in named and shapes[number] != owner.tensors[named[number]].shape]
+    wrong = [number for number in shapes if not shapes[number].fits(owner.tensors[named[number]].shape)]
     if not wrong:
         return owner.component, Naming(named)
-    naming = name_parameters(groups, shapes, {name: owner.tensors[name].shape for name in names})
+    naming = name_parameters(groups, _fits(shapes), {name: owner.tensors[name].shape for name in names})
     if naming.names:
         return owner.component, naming
     name = named[wrong[0]]
+    shape = owner.tensors[name].shape
+    found = shapes[wrong[0]].contradiction(shape) or ()
     raise UsageError(
-        f"parameter {wrong[0]} is '{name}' by parameters=, whose shape is {list(owner.tensors[name].shape)}, and its "
-        f"state has {list(shapes[wrong[0]])}; as the order of the model, {naming.problem}",
+        f"parameter {wrong[0]} is '{name}' by parameters=, whose shape is {list(shape)}, and its "
+        f"state has {list(found)}; as the order of the model, {naming.problem}",
         advice="give the names in the order of the optimizer",
         **where,
     )

@@ -140,3 +140,23 @@ def test_state_by_name_of_no_parameter_of_any_group_is_refused(tmp_path: Path, r
     packed["param_groups"][0]["params"] = ["0.weight", "1.weight"]
     with pytest.raises(UsageError, match="'2.weight'"):
         import_source(source_of(tree, tmp_path), run, step=2)
+
+
+# Shapes
+
+
+def test_factors_of_adafactor_that_contradict_the_order_are_refused(tmp_path: Path, run: Path) -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adafactor(list(model.parameters())[::-1], lr=0.01)
+
+    def layers() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 5))
+
+    model = layers()
+    optimizer = trained(model, make)
+    for given in (None, model):
+        with pytest.raises(UsageError, match="no order of the model's tensors has the shapes of its state"):
+            import_source(source_of(saved(model, optimizer), tmp_path), run, step=2, parameters=given)
+    names = [name for name, _ in model.named_parameters()][::-1]
+    import_source(source_of(saved(model, optimizer), tmp_path), run, step=2, parameters=names)
+    assert_restores(run, model, optimizer, layers(), make)
