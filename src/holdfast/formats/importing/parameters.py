@@ -1,8 +1,8 @@
 """Name the parameters of an optimizer whose state goes by number. Shapes and names enter; one name per number leaves.
 
 `torch.optim.Optimizer.state_dict` numbers parameters in the order of its groups, and within each group in the order in
-which they were given, which is nearly always that of the model. The state of a parameter shows its shape. A naming counts
-only where exactly one fits both.
+which they were given, which is nearly always that of the model. The state of a parameter shows its shape. A naming
+counts only where exactly one fits both.
 """
 
 from __future__ import annotations

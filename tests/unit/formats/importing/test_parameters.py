@@ -73,4 +73,6 @@ def test_a_large_model_of_equal_layers_is_named_in_order() -> None:
 def test_orders_that_cannot_be_counted_are_ambiguous() -> None:
     candidates = {f"p{place}": A for place in range(400)}
     groups = [list(range(start, start + 100)) for start in range(0, 400, 100)]
-    assert name_parameters(groups, by_shape({}), candidates).problem == "too many orders of its parameters fit the shapes"
+    assert (
+        name_parameters(groups, by_shape({}), candidates).problem == "too many orders of its parameters fit the shapes"
+    )

@@ -36,7 +36,9 @@ def shapes_of(**state: tuple[int, ...]) -> StateShapes:
     ],
 )
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (4, 2, 3)], ids=str)
-def test_state_of_every_optimizer_of_torch_fits_its_parameter_and_not_another(make: Any, shape: tuple[int, ...]) -> None:
+def test_state_of_every_optimizer_of_torch_fits_its_parameter_and_not_another(
+    make: Any, shape: tuple[int, ...]
+) -> None:
     parameter = nn.Parameter(torch.ones(shape))
     options: dict[str, Any] = {"momentum": 0.9} if make is torch.optim.SGD else {}
     optimizer = make([parameter, nn.Parameter(torch.ones(5))], lr=0.1, **options)
