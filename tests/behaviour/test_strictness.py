@@ -106,6 +106,39 @@ def test_an_optimizer_of_which_no_parameter_has_state_in_the_checkpoint_is_an_er
     assert "'optimizer'" in str(error)
 
 
+@pytest.mark.parametrize("key", ["0", "a.weights"])
+def test_state_of_an_optimizer_that_belongs_to_no_parameter_is_unexpected(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str
+) -> None:
+    model = net(0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    sum(layer(torch.ones(1, 3)).sum() for layer in model.values()).backward()
+    optimizer.step()
+    optimizer.state[key] = dict(optimizer.state[model["a"].weight])
+    saved(tmp_path, {"model": model, "optimizer": optimizer})
+    other = net(1)
+    state = {"model": other, "optimizer": torch.optim.AdamW(other.parameters())}
+    assert f"optimizer.state.{key}" in str(refused(tmp_path, state))
+    assert restored(tmp_path, state, strict=False).resumed
+    assert any(f"not used (optimizer.state.{key})" in text for text in warnings(caplog))
+    assert key not in state["optimizer"].state
+    assert restored(tmp_path, state, exclude=[f"optimizer.state.{key}"]).resumed
+
+
+def test_state_that_an_optimizer_keeps_for_all_parameters_together_comes_back_to_a_new_one(tmp_path: Path) -> None:
+    model = net(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state["shared"] = {"seen": torch.arange(3), "count": 4}
+    optimizer.state["rounds"] = 7
+    saved(tmp_path, {"model": model, "optimizer": optimizer})
+    other = net(1)
+    again = torch.optim.SGD(other.parameters(), lr=0.1)
+    restored(tmp_path, {"model": other, "optimizer": again})
+    assert torch.equal(again.state["shared"]["seen"], torch.arange(3))
+    assert again.state["shared"]["count"] == 4
+    assert again.state["rounds"] == 7
+
+
 def test_a_model_without_any_state_is_restored_as_nothing(tmp_path: Path) -> None:
     state = {"model": net(1), "loss": torch.nn.Identity()}
     with holdfast.CheckpointManager(tmp_path, state, mode="sync") as manager:

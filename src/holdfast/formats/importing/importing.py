@@ -16,12 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from holdfast.errors import KeyMissingError, SaveUncertainError, StorageError, UsageError
 from holdfast.formats.attempt import Attempt, begin, facts_of, finish
 from holdfast.formats.importing.lightning import is_lightning, take_lightning
-from holdfast.formats.importing.optimizers import Parameters
+from holdfast.formats.importing.models import Given, Parameters
 from holdfast.formats.importing.plain import OTHER, Request, take_apart
 from holdfast.formats.importing.records import Training
 from holdfast.formats.importing.storing import Stored, stored_parts
@@ -72,8 +70,11 @@ def import_checkpoint(
             where the source counts the steps that are done, as Lightning and the Trainer do: of `n` steps that are
             done, the last is `n - 1`.
         parameters: how the parameters of an optimizer are called whose state goes by number, where the source leaves a
-            doubt, as weights that are sorted by name do: the model, or the names in the order of the optimizer. For
-            several optimizers, a mapping by component.
+            doubt, as weights that are sorted by name do: the model, or the names in the order of the optimizer. Where
+            several models of the source are alike, the component of the one that is meant, or a pair of it and the
+            model or the names. For several optimizers, a mapping by component. With the model or without anything,
+            the optimizer must have the parameters of each group in the order of the model, unless its groups have
+            `param_names`.
         components: the component that a part becomes, by its path in the source. `optim` and similar usual names
             become `model`, `optimizer`, `scheduler`, `loader` without it; any other keeps its own.
         skip: parts of the source to leave out, by their path.
@@ -133,17 +134,11 @@ def _checked_skip(skip: Collection[str]) -> tuple[str, ...]:
     return tuple(skip)
 
 
-def _by_component(parameters: Parameters | Mapping[str, Parameters] | None) -> dict[str, Parameters]:
+def _by_component(parameters: Parameters | Mapping[str, Parameters] | None) -> dict[str, Given]:
     if parameters is None:
         return {}
-    given = dict(parameters) if isinstance(parameters, Mapping) else {"": parameters}
-    for one in given.values():
-        is_names = isinstance(one, Sequence) and not isinstance(one, str) and all(isinstance(name, str) for name in one)
-        if not is_names and not isinstance(one, torch.nn.Module):
-            raise UsageError(
-                f"parameters= has {one!r:.100}", advice="give a module, or the names in the order of the optimizer"
-            )
-    return given
+    given = parameters if isinstance(parameters, Mapping) else {"": parameters}
+    return {component: Given.of(one) for component, one in given.items()}
 
 
 def _step_of(training: Training, given: int | None, location: str) -> int:

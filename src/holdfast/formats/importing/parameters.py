@@ -1,18 +1,21 @@
 """Name the parameters of an optimizer whose state goes by number. Shapes and names enter; one name per number leaves.
 
 `torch.optim.Optimizer.state_dict` numbers parameters in the order of its groups, and within each group in the order in
-which they were given, which is nearly always that of the model. The state of a parameter has its shape. A naming counts
-only where exactly one fits both.
+which they were given, which is nearly always that of the model. The state of a parameter shows its shape. A naming
+counts only where exactly one fits both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 from holdfast.ondisk.regions import Shape
 
-__all__ = ["Naming", "name_parameters"]
+__all__ = ["Fits", "Naming", "name_parameters"]
+
+Fits: TypeAlias = Callable[[int, Shape], bool]
+"""Whether the state of the parameter with a number can be that of a tensor of a shape."""
 
 # More ways than this to continue are no order any more: the naming counts as ambiguous.
 _MAX_WAYS = 2_000
@@ -33,18 +36,16 @@ class _Way(NamedTuple):
     before: _Way | None
 
 
-def name_parameters(
-    groups: Sequence[Sequence[int]], shapes: Mapping[int, Shape], candidates: Mapping[str, Shape]
-) -> Naming:
-    """Return the only naming in which the parameters of each group follow the order of the candidates and every known
-    shape is right. `shapes` has those that the state shows; the others fit any candidate."""
+def name_parameters(groups: Sequence[Sequence[int]], fits: Fits, candidates: Mapping[str, Shape]) -> Naming:
+    """Return the only naming in which the parameters of each group follow the order of the candidates and every state
+    fits the shape of its parameter."""
     count = sum(map(len, groups))
     spare = len(candidates) - count
     if spare < 0:
         return Naming({}, f"it has {count} parameters, and the model {len(candidates)} tensors that may be some")
     ways: dict[tuple[int, ...], list[_Way | None]] = {(0,) * len(groups): [None]}
     for seen, (name, shape) in enumerate(candidates.items()):
-        ways = _extended(ways, groups, shapes, name, shape, seen + 1 - spare)
+        ways = _extended(ways, groups, fits, name, shape, seen + 1 - spare)
         if len(ways) > _MAX_WAYS:
             return Naming({}, "too many orders of its parameters fit the shapes")
         if not ways:
@@ -61,7 +62,7 @@ def name_parameters(
 def _extended(
     ways: Mapping[tuple[int, ...], list[_Way | None]],
     groups: Sequence[Sequence[int]],
-    shapes: Mapping[int, Shape],
+    fits: Fits,
     name: str,
     shape: Shape,
     needed: int,
@@ -80,7 +81,7 @@ def _extended(
             add(place, found)
         for index, group in enumerate(groups):
             number = group[place[index]] if place[index] < len(group) else None
-            if number is not None and shapes.get(number, shape) == shape:
+            if number is not None and fits(number, shape):
                 further = (*place[:index], place[index] + 1, *place[index + 1 :])
                 add(further, [_Way(number, name, way) for way in found])
     return extended

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.errors import UsageError
-from holdfast.formats.importing.optimizers import Model, Parameters, named_state
+from holdfast.formats.importing.models import Given, Model
+from holdfast.formats.importing.optimizers import named_state
 from holdfast.formats.importing.parts import (
     CONFIG_NAMES,
     is_model_state,
@@ -44,7 +45,7 @@ class Request:
 
     components: Mapping[str, str] = field(default_factory=dict)
     skip: Collection[str] = ()
-    parameters: Mapping[str, Parameters] = field(default_factory=dict)
+    parameters: Mapping[str, Given] = field(default_factory=dict)
 
 
 def take_apart(source: Source, request: Request) -> Training:
@@ -204,7 +205,7 @@ class Taker:
             )
         parts = []
         for found in self._optimizers:
-            own = given.get(found.component, given.get(""))
+            own = given.get(found.component) or given.get("") or Given()
             named = named_state(found.component, found.value, models, own, found.source.location)
             self.changes += named.changes
             part = Part(found.component, "optimizer", named.value, found.source, found.origin, model=named.model)

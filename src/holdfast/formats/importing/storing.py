@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from holdfast.errors import HoldfastError, UsageError
-from holdfast.formats.importing.optimizers import place_of
+from holdfast.formats.importing.models import place_of
 from holdfast.formats.importing.records import Part
 from holdfast.formats.source import Source, TensorEntry
 from holdfast.ondisk import paths

@@ -64,7 +64,9 @@ def match_optimizer(matching: Matching, tree: TreeRecord) -> None:
             states[index] = _match_parameter(matching, tree, saved, optimizer, parameters[index], name)
         elif (name in spared or name not in known) and parameters[index] in optimizer.state:
             states[index] = Pending.of(dict(optimizer.state[parameters[index]]))
-    for name in saved_state.keys() - known:
+    stray = _stray(optimizer, saved_state, known)
+    matching.note_unused(tree, [f"state.{name}" for name in sorted(stray)])
+    for name in saved_state.keys() - known - stray:
         states[name] = decode_values(matching, tree, saved_state[name], f"state.{name}")
     rest = {key: decode_values(matching, tree, value, key) for key, value in saved.rest.items()}
     decoded = [
@@ -115,6 +117,18 @@ def _renamed(matching: Matching, tree: TreeRecord) -> _Saved:
 
 def _renamed_list(names: Sequence[str], news: Mapping[str, str]) -> list[Any]:
     return [news[name] for name in names if name in news]
+
+
+def _stray(optimizer: torch.optim.Optimizer, state: Mapping[str, Json], known: Set[str]) -> set[str]:
+    """Return the keys of state that is that of a parameter and belongs to none: numbers, and those under which there is
+    what the optimizer keeps for a parameter. Other keys are of state that a class keeps for all parameters together."""
+    others = [name for name in state if name not in known and name not in optimizer.state]
+    expected = state_keys(optimizer) if others else None
+    return {name for name in others if name.isdecimal() or (_entries(state[name]) or None) == expected}
+
+
+def _entries(state: Json) -> frozenset[str]:
+    return frozenset(state) if isinstance(state, dict) else frozenset()
 
 
 def _names_now(matching: Matching, names: Sequence[str]) -> dict[str, str]:
