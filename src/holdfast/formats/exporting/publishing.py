@@ -121,7 +121,7 @@ def _explaining_target(target: Path) -> Iterator[None]:
             raise
         except FileNotFoundError as error:
             raise StorageError(
-                "what was being written, or its folder, was removed by somebody else",
+                "what was being written, or its folder, was removed by another process",
                 errno=errno.ENOENT,
                 file=str(target),
                 advice="export again to a folder that stays",
