@@ -54,7 +54,7 @@ MEANT = CheckpointConfig(
     run="runs/tiny",
     save=Every(steps=500) | Every(minutes=10) | OnSignal("SIGTERM", "SIGUSR1") | TimeLimit("13:50:00"),
     keep=KeepLast(3) | KeepBest("val_loss", 2),
-    timeout=300,
+    timeout=60,
 )
 
 
