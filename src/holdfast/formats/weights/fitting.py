@@ -39,7 +39,7 @@ _LISTED = 20
 @dataclass(frozen=True, slots=True)
 class FittedWeights:
     """What goes where: the entry for each name of the model that is filled, once for tied names, and extra states.
-    `tied` are the further names of what is filled."""
+    `tied` are all names of what is filled."""
 
     entries: Mapping[str, TensorEntry]
     extras: Mapping[str, Any]
@@ -110,7 +110,11 @@ def fit(
         source_identity=source.identity,
     )
     _judge(report, found, stored, strict)
-    return FittedWeights(found.entries, found.extras, report, frozenset(ties) | frozenset(ties.values()))
+    groups = {name: ties.get(name, name) for name in live}
+    filled = {groups[name] for name in found.entries}
+    return FittedWeights(
+        found.entries, found.extras, report, frozenset(name for name, first in groups.items() if first in filled)
+    )
 
 
 def _match(found: _Findings, name: str, value: Any, stored: Any, cuts: Mapping[str, Cut], cast: bool) -> None:

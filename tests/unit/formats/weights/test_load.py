@@ -392,3 +392,15 @@ def test_an_averaged_model_is_loaded_beside_its_count(tmp_path: Path) -> None:
     report = holdfast.load_weights(model, tmp_path / "file", strict=False)
     assert report.unexpected == ("n_averaged",)
     assert same(model, bits(net(1)))
+
+
+def test_tied_tensors_without_weights_are_not_left_as_memory_happens_to_be(tmp_path: Path) -> None:
+    expected = bits(net(1))
+    tied = ("embed.weight", "head.weight")
+    save_file({name: value for name, value in expected.items() if name not in tied}, tmp_path / "file")
+    with torch.device("meta"):
+        model = Net()
+    model.table = torch.zeros(3)
+    model.head.weight = model.embed.weight
+    with pytest.raises(StateMismatchError, match=r"embed\.weight.*no weights are loaded into it"):
+        holdfast.load_weights(model, tmp_path / "file", strict=False)
