@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-import msgspec
-
 from holdfast.errors import CorruptCheckpointError, HoldfastError, UsageError
 from holdfast.formats.base import Format
 from holdfast.formats.binary import BinaryFile
@@ -19,7 +17,6 @@ from holdfast.formats.exporting.export import ExportItem, ExportJob, Pieces
 from holdfast.formats.exporting.publishing import create_file, put_file
 from holdfast.formats.hub.header_keys import require_sound_keys
 from holdfast.formats.source import Source, StoredChunk, TensorEntry
-from holdfast.ondisk.decoding import from_json
 from holdfast.ondisk.dtypes import ELEMENT_TYPES, element_type
 from holdfast.ondisk.regions import whole
 from holdfast.ondisk.safetensors import encode_header, header_length, parse_header
@@ -85,19 +82,6 @@ def _refuse_overlaps(file: BinaryFile, header_bytes: int, ranges: list[tuple[int
         raise CorruptCheckpointError(
             f"the tensors end at byte {position}, the file at {file.size_bytes}", file=file.name
         )
-
-
-def read_notes(file: BinaryFile) -> dict[str, str]:
-    """Return the `__metadata__` of a file, empty where there is none."""
-    header = file.read(0, header_length(file.read(0, min(8, file.size_bytes)), file.size_bytes))
-    try:
-        return from_json(header[8:], _Notes).notes
-    except msgspec.MsgspecError:
-        return {}
-
-
-class _Notes(msgspec.Struct, frozen=True):
-    notes: dict[str, str] = msgspec.field(default_factory=dict, name="__metadata__")
 
 
 class SafetensorsFormat(Format):

@@ -23,7 +23,7 @@ from holdfast.formats.weights.meta import check_memory, give_memory, parameters_
 from holdfast.formats.weights.renaming import Rename
 from holdfast.formats.weights.report import WeightsReport
 from holdfast.formats.weights.selection import find_extra_states, find_weights
-from holdfast.ranks.base import Ranks, together
+from holdfast.ranks.base import DEFAULT_TIMEOUT_SECONDS, Ranks, together
 from holdfast.ranks.torch_store import torch_ranks
 from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.progress import Progress
@@ -40,7 +40,6 @@ __all__ = ["build_model", "load_weights"]
 Location = str | os.PathLike[str] | Storage | Checkpoint | Source
 
 _NAME = "model"
-_TIMEOUT_SECONDS = 600.0
 
 
 def load_weights(
@@ -64,7 +63,7 @@ def load_weights(
     rename: how names of the source become names of the model: a mapping of names, which may have `*`, a list of pairs
         of a regular expression and its replacement, or a function; None for a name leaves the tensor out. Prefixes that
         wrappers add, such as `module.`, are found without it, and reported.
-    cast: convert to the model's type where both are floating-point types.
+    cast: convert to the model's type where both are one of float64, float32, float16 and bfloat16.
     exclude: globs over the model's names. These tensors stay as they are.
     component: the part of the source that is the model, such as `ema`; needed only where more than one could be.
     device: where tensors of a model on the meta device get memory. Tensors of a sharded one get it on their mesh.
@@ -162,7 +161,7 @@ def _ranks_of(module: torch.nn.Module, process_group: Any) -> Ranks | None:
     """Return the ranks that must agree, or None for a model that each process has for itself."""
     if not any_sharded((*module.parameters(), *module.buffers())):
         return None
-    return torch_ranks(process_group, timeout_seconds=_TIMEOUT_SECONDS)
+    return torch_ranks(process_group, timeout_seconds=DEFAULT_TIMEOUT_SECONDS)
 
 
 def _fit(
