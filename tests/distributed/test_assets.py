@@ -1,4 +1,4 @@
-"""Assets of one save, with several ranks: rank 0's are stored, and what cannot be is an error on all."""
+"""Assets of one save, and its path, with several ranks: rank 0's are stored, and what cannot be is an error on all."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ def save_assets(rank: int, folder: str, mode: Any) -> dict[str, Any]:
     with holdfast.CheckpointManager(
         f"{folder}/run", {"model": torch.nn.Linear(2, 2)}, mode=mode, assets={"card": b"#"}, timeout=60
     ) as manager:
+        handle = manager.save(0)
+        seen["path"] = handle.path, handle.wait().path
         seen["rank 0 alone"] = outcome(lambda: manager.save(1, assets={"a": own} if rank == 0 else None))
         seen["all"] = outcome(lambda: manager.save(2, assets={"a": own}))
         seen["warned"] = [line for line in said.lines if "assets" in line]
@@ -68,7 +70,8 @@ def test_rank_0_gives_the_assets_and_all_ranks_get_the_same_outcome(tmp_path: Pa
     assert first.pop("not there on rank 1") == {"card": b"#", "state-0.json": b"of rank 0"}
     assert [len(lines) for lines in warned] == [1, 0]
     assert "assets on rank 1" in warned[0][0]
-    assert first.pop("steps") == [6, 3, 2, 1]
+    assert first.pop("steps") == [6, 3, 2, 1, 0]
+    assert first.pop("path") == (f"{tmp_path}/run/step-000000000",) * 2
     for case, words in {
         "rank 1 alone": "rank 1 gives assets and rank 0 gives none",
         "not there": "is not there",
