@@ -46,6 +46,9 @@ def match_values(matching: Matching, tree: TreeRecord) -> None:
 def match_world(matching: Matching, trees: Sequence[TreeRecord], index: int, count: int) -> None:
     """Fit a component that takes the states of all ranks of another world."""
     states = [decode_values(matching, tree, matching.saved.values(tree), "") for tree in trees]
+    if isinstance(unwrap(matching.component), RNGState):
+        for state in states:
+            check_rng_state(state.preview)
     matching.fitted.take_up = lambda: unwrap(matching.component).load_world_state(
         [state.value() for state in states], index, count
     )
