@@ -153,9 +153,17 @@ class CheckpointManager(Closable):
 
     @property
     def should_stop(self) -> bool:
-        """Return whether a signal or a time limit asks to stop, as of the last `step` or `should_save`; the same on
-        all ranks. For loops that do not use the result of `step`."""
+        """Return whether a signal or a time limit asks to stop, as of the last `step`, `should_save` or
+        `should_stop_now`; the same on all ranks. For loops that do not use the result of `step`."""
         return self._run.pace.should_stop
+
+    def should_stop_now(self) -> bool:
+        """Return whether a signal (`OnSignal`) or a time limit (`TimeLimit`) of `save=` asks to stop by now; False
+        without such a trigger. For where no step is done, such as an evaluation: all ranks call it, as often, and all
+        get the same, also where the signal came to one of them. Saves nothing: the next `step` does, and returns True.
+        """
+        self._lifetime.require_open()
+        return self._run.pace.ask_to_stop()
 
     def step(
         self,
