@@ -106,6 +106,7 @@ class CheckpointManager:
         replicas: Replicas = "compare",
     ) -> None:
         check_timeout(timeout)
+        self.keep = keep
         ranks = torch_ranks(process_group, timeout_seconds=timeout)
 
         def introduce() -> Introduction:
