@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 import holdfast
 from holdfast.errors import StateMismatchError
-from tests.distributed.scenes import AdaptingHolder, Holder, Play, caught, meet, run_scenes, the_same_error, trees
+from tests.distributed.scenes import AdaptingHolder, Holder, Play, bits, caught, meet, run_scenes, the_same_error, trees
 
 ADAPT = holdfast.LoadStrategy(on_world_change="adapt")
 _alone: list[Any] = []
@@ -62,6 +62,54 @@ def equal_states_of_what_adapts(rank: int, folder: Path) -> Any:
     manager_of(folder, {"loader": AdaptingHolder(position=5), "shared": holdfast.Shared(AdaptingHolder(a=1))}).save(1)
 
 
+# A component that refuses
+
+
+class Refusing(AdaptingHolder):
+    """Refuses its state on one rank, by an error of ours or by any other."""
+
+    def __init__(self, rank: int, error: Exception) -> None:
+        super().__init__(here=True)
+        self.refuses, self.error = rank == 1, error
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        torch.rand(3), random.random()
+        if self.refuses:
+            raise self.error
+
+    def check_world_state(self, states: Sequence[Mapping[str, Any]], index: int, count: int) -> None:
+        self.check_state_dict(states[0])
+
+
+def a_refusal(rank: int, folder: Path) -> Any:
+    seen = []
+    for number, error in enumerate((StateMismatchError("other data"), KeyError("seed"))):
+        for way in ("same", "other"):
+            run = folder / f"{number}-{way}"
+            model = nn.Linear(2, 2, bias=False)
+            nn.init.ones_(model.weight)
+
+            def saved(model: nn.Module = model) -> dict[str, Any]:
+                return {"counter": holdfast.Shared(Holder(a=1)), "model": model, "loader": AdaptingHolder(position=3)}
+
+            if way == "same":
+                manager_of(run, saved(), rng=True).save(1)
+            else:
+                save_on_rank_0_alone(rank, run, saved, rng=True)
+            nn.init.zeros_(model.weight)
+            counter, loader = Holder(a=9), Refusing(rank, error)
+            state = {"counter": holdfast.Shared(counter), "model": model, "loader": loader}
+
+            def live(of: tuple[Any, ...] = (model, counter, loader)) -> Any:
+                return bits([of[0].state_dict(), of[1].state, of[1].loads, of[2].state, holdfast.get_rng_state()])
+
+            before = live()
+            manager = manager_of(run, state, rng=True)
+            found = caught(lambda manager=manager: manager.restore(strategy=ADAPT))  # type: ignore[misc]
+            seen.append((found, live() == before))
+    return seen
+
+
 # Loaders and samplers of other people
 
 
@@ -96,7 +144,7 @@ def stock_loaders(rank: int, folder: Path) -> Any:
     return seen
 
 
-SCENES = [from_one_rank, of_one_rank_that_cannot_adapt, equal_states_of_what_adapts, stock_loaders]
+SCENES = [from_one_rank, of_one_rank_that_cannot_adapt, equal_states_of_what_adapts, a_refusal, stock_loaders]
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +177,17 @@ def test_what_takes_the_states_of_all_ranks_has_one_on_each_while_they_are_equal
         ("loader", "rank-00001"),
         ("shared", ""),
     ]
+
+
+def test_a_component_that_refuses_its_state_on_one_rank_leaves_all_ranks_as_they_were(
+    played: tuple[Play, Path],
+) -> None:
+    for number, found in enumerate(zip(*played[0]("a_refusal"), strict=True)):
+        error = the_same_error([error for error, _ in found])
+        assert isinstance(error, StateMismatchError)
+        assert error.component == "loader"
+        assert ("other data" if number < 2 else "KeyError: 'seed'") in str(error)
+        assert all(untouched for _, untouched in found), number
 
 
 def test_a_loader_of_one_ranks_share_is_refused_on_another_number_of_ranks(played: tuple[Play, Path]) -> None:
