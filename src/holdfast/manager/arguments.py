@@ -27,7 +27,7 @@ from holdfast.runs.link_names import LinkTemplate
 from holdfast.runs.retention import KeepPolicy
 from holdfast.saving.plan import Replicas
 from holdfast.saving.stage import ChosenMode
-from holdfast.state.names import cuts_of, kind_of, refuse_flat_parameters
+from holdfast.state.names import cuts_of, kind_of, refuse_flat_parameters, refuse_same_objects
 from holdfast.state.rng import RNGState
 from holdfast.state.state_dicts import check_components
 from holdfast.state.tensors import inline_text
@@ -280,6 +280,7 @@ def checked_components(state: Mapping[str, Any], rng: bool) -> dict[str, Any]:
         if isinstance(component, Sharded):
             cuts_of(name, components)
     check_covers(components)
+    refuse_same_objects(components)
     check_components(components, components)
     return components
 

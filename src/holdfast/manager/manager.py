@@ -107,6 +107,7 @@ class CheckpointManager(Closable):
         replicas: Replicas = "compare",
     ) -> None:
         check_timeout(timeout)
+        self.keep = keep
         ranks = torch_ranks(process_group, timeout_seconds=timeout)
 
         def introduce() -> Introduction:
@@ -136,8 +137,7 @@ class CheckpointManager(Closable):
             )
             parts = self._saver, self._catalog, ranks, self._components, self._pace
             self._run = OpenRun.connect(*parts, keep=keep, links=self._stored.links)
-            self._lifetime = Lifetime(self._run)
-            self._annotator = Annotator(self._run)
+            self._lifetime, self._annotator = Lifetime(self._run), Annotator(self._run)
             self._saves = Saves(self._run, self._stored, self._annotator, resume=resume)
             self._restores = Restores(self._run, resume=resume, verify=verify, rng=rng, timeout_seconds=timeout)
             if save is not None:
