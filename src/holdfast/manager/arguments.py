@@ -6,12 +6,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import os
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import numpy
@@ -47,7 +45,6 @@ __all__ = [
     "check_policies",
     "check_stage",
     "check_timeout",
-    "checked_assets",
     "checked_components",
     "checked_links",
     "checked_observers",
@@ -286,19 +283,6 @@ def checked_components(state: Mapping[str, Any], rng: bool) -> dict[str, Any]:
     refuse_same_objects(components)
     check_components(components, components)
     return components
-
-
-def checked_assets(assets: Sequence[str | os.PathLike[str]]) -> tuple[Path, ...]:
-    """Return the paths of the assets. One that does not exist, or a name that occurs twice, is an error."""
-    if isinstance(assets, str | os.PathLike):
-        raise UsageError("assets takes a list of paths")
-    paths = tuple(Path(asset).resolve() for asset in assets)
-    for path in paths:
-        if not path.exists():
-            raise UsageError(f"the asset {path} is not there")
-    if len({path.name for path in paths}) != len(paths):
-        raise UsageError("two assets have the same name")
-    return paths
 
 
 def agree_on(label: str, words: list[str]) -> None:

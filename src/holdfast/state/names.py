@@ -134,11 +134,15 @@ def scope_of(component: Any, *, rank: int, size: int, pipeline_stage: int | None
     """Return which ranks share this component's state; None if their states must be compared to find out."""
     if isinstance(component, PerRank):
         return rank_scope(component.place(rank, size)[0])
-    if isinstance(component, RNGState) or is_loader(component):
+    if isinstance(component, RNGState) or is_loader(component) or is_distributed_sampler(component):
         return rank_scope(rank)
     if isinstance(component, Shared):
         return ""
     inner = unwrap(component)
+    # It takes the states of all ranks, so each rank has one, also while they happen to be equal: stored once, the state
+    # would be given to every rank of another world as it is.
+    if _takes_world_state(inner):
+        return rank_scope(rank)
     # With another layout it is like any other object: only comparing shows whether the ranks share its state.
     if isinstance(inner, torch.optim.Optimizer) and not has_torch_layout("", inner):
         return None
@@ -415,3 +419,15 @@ def _require_state(name: str, component: Any) -> None:
 def is_loader(component: Any) -> bool:
     """Return whether this is a data loader, of which every rank has its own state."""
     return isinstance(component, torch.utils.data.DataLoader) or is_stateful_loader(component)
+
+
+def is_distributed_sampler(component: Any) -> bool:
+    """Return whether this is a sampler of one rank's share: its position counts that rank's samples, so that equal
+    positions on all ranks are no state that ranks of another number share."""
+    return isinstance(component, torch.utils.data.DistributedSampler)
+
+
+def _takes_world_state(component: Any) -> bool:
+    return not isinstance(component, torch.nn.Module | torch.optim.Optimizer) and callable(
+        getattr(component, "load_world_state", None)
+    )
