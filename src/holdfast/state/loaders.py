@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy
 import torch
-from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from holdfast.state.framework_wrappers import is_loader_adapter, loader_inside
 from holdfast.state.names import is_stateful_loader
 from holdfast.state.rng import random_state_kept
 from holdfast.state.wrappers import check_plain_state, load_state, state_of
@@ -36,7 +37,8 @@ __all__ = [
 # Beside the loader's own keys, which begin with an underscore. The loader does not look at it.
 _GENERATORS = "holdfast_generators"
 # Where a loader or a sampler has the sampler below it.
-_SAMPLERS_BELOW = ("sampler", "batch_sampler", "wrapped_sampler")
+_WRAPPED = "wrapped_sampler"
+_SAMPLERS_BELOW = ("sampler", "batch_sampler", _WRAPPED)
 
 _BUILD = "_get_iterator"
 _PENDING = "next_iter_state"
@@ -46,8 +48,9 @@ _STATELESS_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 def loader_state(loader: Any) -> Any:
     """Return the state of a `StatefulDataLoader`, and beside it that of the generators of it and its samplers."""
     # A loader without an iterator builds one for this, and draws: the generators come after it.
-    state = loader.state_dict()
-    generators = find_generators(loader)
+    state = state_of(loader)
+    # Accelerate is a batch ahead: the generators are not those of the position that it gives.
+    generators = {} if is_loader_adapter(loader) else find_generators(loader)
     if not generators or not isinstance(state, dict):
         return state
     return {**state, _GENERATORS: {label: state_of(generator) for label, generator in generators.items()}}
@@ -60,7 +63,7 @@ def load_loader_state(loader: Any, state: Any) -> None:
     if saved is not None:
         for label in generators.keys() & saved.keys():
             check_plain_state(generators[label], saved[label])
-    loader.load_state_dict(state)
+    load_state(loader, state)
     if saved is not None:
         load_generators(generators, saved)
 
@@ -122,6 +125,7 @@ def shield_random_state(component: Any) -> None:
     """
     if not is_stateful_loader(component):
         return
+    component = loader_inside(component)
     _warn_of_stateless_sampler(component)
     if not hasattr(component, _PENDING) or not callable(getattr(type(component), _BUILD, None)):
         logger.warning(
@@ -133,16 +137,38 @@ def shield_random_state(component: Any) -> None:
 
 
 def _warn_of_stateless_sampler(loader: Any) -> None:
-    """Warn of a sampler of torch's own that draws a new order from the global generator and has no state to restore."""
-    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
-    # Exactly these classes: a subclass, such as torchdata's own, may keep a state.
-    if type(sampler) in _STATELESS_SAMPLERS and getattr(sampler, "generator", None) is None:
+    """Warn of a sampler that draws a new order and has no state to restore."""
+    batches: Any = getattr(loader, "batch_sampler", None)
+    # One around another, as Accelerate's share of a rank is, does not pass the state of the inner one on.
+    cut_off = hasattr(batches, "batch_sampler") and not hasattr(batches, "state_dict")
+    while hasattr(batches, "batch_sampler"):
+        batches = batches.batch_sampler
+    sampler = getattr(batches, "sampler", getattr(loader, "sampler", None))
+    if cut_off and isinstance(sampler, _STATELESS_SAMPLERS) and not hasattr(sampler, "set_epoch"):
         logger.warning(
-            "the sampler %s of a restored loader has no state and draws its order from torch's global generator: the "
-            "rest of this epoch has another order than in the run that was saved, and some samples may be seen twice "
-            "or never; use shuffle=True, or a sampler with state_dict() and load_state_dict()",
+            "the state of the sampler %s of a restored loader is lost in the %s around it: the rest of this epoch may "
+            "have another order than in the run that was saved, and some samples may be seen twice or never; with "
+            "Accelerate, set use_seedable_sampler=True in the DataLoaderConfiguration",
+            type(sampler).__name__,
+            type(loader.batch_sampler).__name__,
+        )
+    elif _loses_order(batches, sampler):
+        logger.warning(
+            "the sampler %s of a restored loader has no state and draws its order anew: the rest of this epoch may be in "
+            "another order than in the run that was saved, and some samples may be seen twice or never; use "
+            "shuffle=True, holdfast.data.ResumableSampler around the sampler (or around the batch sampler, where you "
+            "pass one), or a sampler with state_dict() and load_state_dict()",
             type(sampler).__name__,
         )
+
+
+def _loses_order(batches: Any, sampler: Any) -> bool:
+    if _WRAPPED in getattr(batches, "__dict__", {}):
+        return False
+    # torch's own batch sampler does not pass on the state of what it draws from; torchdata's does.
+    cut_off = type(batches) is BatchSampler and _WRAPPED in getattr(sampler, "__dict__", {})
+    # Exactly these classes: a subclass, such as torchdata's own, may keep a state.
+    return cut_off or type(sampler) in _STATELESS_SAMPLERS
 
 
 class _Shield:

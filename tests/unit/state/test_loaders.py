@@ -101,13 +101,13 @@ class SamplerWithState(torch.utils.data.RandomSampler):
         (torch.utils.data.WeightedRandomSampler([1.0] * 8, 8), True),
         (torch.utils.data.RandomSampler(range(8)), True),
         (torch.utils.data.SubsetRandomSampler(range(8)), True),
-        (torch.utils.data.RandomSampler(range(8), generator=torch.Generator()), False),
+        (torch.utils.data.RandomSampler(range(8), generator=torch.Generator()), True),
         (torch.utils.data.SequentialSampler(range(8)), False),
         (torch.utils.data.DistributedSampler(range(8), 1, 0), False),  # type: ignore[arg-type]
         (SamplerWithState(range(8)), False),
     ],
 )
-def test_a_sampler_without_state_that_draws_from_the_global_generator_is_a_warning(
+def test_a_sampler_without_state_that_draws_its_order_is_a_warning(
     way: str, sampler: Any, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     from torchdata.stateful_dataloader import StatefulDataLoader as Loader
