@@ -143,7 +143,8 @@ class ResumableLoader:
         epochs = epochs_of(self.wrapped_loader)
         generators = find_generators(self.wrapped_loader)
         position = _Position(batches=pending["batches"], digest=bytes.fromhex(pending["digest"]))
-        self._indices.resumed = {**pending, "count": pending["batches"]} if pending["start"] else None
+        replayed = {"start": pending["start"], "count": pending["batches"], "digest": pending["digest"], "ended": False}
+        self._indices.resumed = replayed if pending["start"] else None
         try:
             with random_state_kept(), generators_kept(self.wrapped_loader):
                 self._set_seed()

@@ -21,7 +21,7 @@ from holdfast.state.wrappers import state_of
 __all__ = ["IndexIterator", "ResumableSampler", "epochs_of", "set_epochs"]
 
 _GLOBAL = ("python", "numpy", "torch")
-_KEYS = {"count", "digest", "start"}
+_KEYS = {"count", "digest", "ended", "start"}
 
 
 class ResumableSampler:
@@ -95,7 +95,7 @@ class IndexIterator(Iterator[Any]):
         return self._indices
 
     def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count, "digest": self.digest.hex(), "start": self.start}
+        return {"count": self.count, "digest": self.digest.hex(), "ended": self.ended, "start": self.start}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Draw the order again and go to the position; the random state of the process stays as it is."""
@@ -121,6 +121,9 @@ class IndexIterator(Iterator[Any]):
                 raise _another_order(f"{wanted} were used, and now there are {self.count}") from None
         if self.digest.hex() != state["digest"]:
             raise _another_order(f"the first {wanted} differ from those that were used")
+        # A sampler may draw at its end, as torch's own does.
+        if state["ended"] and next(self, None) is not None:
+            raise _another_order(f"only {wanted} were there, and now there are more")
 
 
 def _another_order(difference: str) -> StateMismatchError:

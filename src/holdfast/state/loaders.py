@@ -154,8 +154,8 @@ def _warn_of_stateless_sampler(loader: Any) -> None:
         )
     elif _loses_order(batches, sampler):
         logger.warning(
-            "the sampler %s of a restored loader has no state and draws its order anew: the rest of this epoch may be in "
-            "another order than in the run that was saved, and some samples may be seen twice or never; use "
+            "the sampler %s of a restored loader has no state and draws its order anew: the rest of this epoch may "
+            "have another order than in the run that was saved, and some samples may be seen twice or never; use "
             "shuffle=True, holdfast.data.ResumableSampler around the sampler (or around the batch sampler, where you "
             "pass one), or a sampler with state_dict() and load_state_dict()",
             type(sampler).__name__,
