@@ -407,6 +407,16 @@ def _require_state(name: str, component: Any) -> None:
     if is_loader_adapter(component):
         require_adapter_state(name, component)
     missing = [method for method in ("state_dict", "load_state_dict") if not callable(getattr(component, method, None))]
+    if missing and isinstance(component, torch.utils.data.DataLoader):
+        iterable = isinstance(component.dataset, torch.utils.data.IterableDataset)
+        raise UsageError(
+            f"a {type(component).__name__} has no state: a resumed run would begin its data at the front",
+            component=name,
+            advice="use torchdata's StatefulDataLoader, with a dataset that has state_dict() and load_state_dict()"
+            if iterable
+            else "make it a component as holdfast.data.ResumableLoader(loader), and iterate over that; or use "
+            "torchdata's StatefulDataLoader",
+        )
     if missing:
         raise UsageError(
             f"a component of type '{type(component).__module__}.{type(component).__qualname__}' has no {missing[0]}()",
@@ -418,7 +428,9 @@ def _require_state(name: str, component: Any) -> None:
 
 def is_loader(component: Any) -> bool:
     """Return whether this is a data loader, of which every rank has its own state."""
-    return isinstance(component, torch.utils.data.DataLoader) or is_stateful_loader(component)
+    if isinstance(component, torch.utils.data.DataLoader) or is_stateful_loader(component):
+        return True
+    return getattr(type(component), "has_state_per_rank", False) is True
 
 
 def is_distributed_sampler(component: Any) -> bool:
