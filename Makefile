@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 BENCH := $(VENV)/.bench
 
-.PHONY: demo check test lint types unit fast images bench nemo clean
+.PHONY: demo check test lint types unit fast images bench nemo frameworks clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -70,5 +70,24 @@ $(NEMO)/.ready: pyproject.toml constraints.txt
 nemo: $(NEMO)/.ready
 	$(NEMO)/bin/python -m pytest tests/compat/test_nemo_toolkit.py
 
+# The frameworks that are large or want versions of their own. One that does not install is skipped, with the reason.
+FRAMEWORKS := .frameworks-venv
+FRAMEWORK_PACKAGES := wandb mlflow-skinny 'ray[train]>=2.50,<2.61'
+
+$(FRAMEWORKS)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(FRAMEWORKS)
+	$(FRAMEWORKS)/bin/python -m pip install --quiet --upgrade pip
+	$(FRAMEWORKS)/bin/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	for package in $(FRAMEWORK_PACKAGES); do \
+		$(FRAMEWORKS)/bin/python -m pip install --quiet -c constraints.txt "$$package" || \
+		echo "$$package could not be installed: its tests are skipped"; done
+	touch $(FRAMEWORKS)/.ready
+
+FRAMEWORK_TESTS := $(addprefix tests/integrations/test_,observers.py ray.py)
+
+frameworks: $(FRAMEWORKS)/.ready
+	$(FRAMEWORKS)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(FRAMEWORK_TESTS)
+	$(FRAMEWORKS)/bin/python -m pytest tests/docs/test_documentation.py -k 'every_block_runs and integrations'
+
 clean:
-	rm -rf $(VENV) $(NEMO) demo-out .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(NEMO) $(FRAMEWORKS) demo-out .pytest_cache .mypy_cache .ruff_cache

@@ -12,59 +12,77 @@ from holdfast._version import __version__
 
 if TYPE_CHECKING:
     from holdfast.errors import (
-        CheckpointNotFoundError,
-        ClosedError,
-        CorruptCheckpointError,
-        DamagedRecordError,
-        GuardMismatchError,
-        HoldfastError,
-        RankError,
-        RunInUseError,
-        SaveFailedError,
-        SaveUncertainError,
-        StateMismatchError,
-        StorageError,
-        UnsafeContentError,
-        UnsupportedFormatError,
-        UsageError,
+        CheckpointNotFoundError as CheckpointNotFoundError,
+        ClosedError as ClosedError,
+        CorruptCheckpointError as CorruptCheckpointError,
+        DamagedRecordError as DamagedRecordError,
+        GuardMismatchError as GuardMismatchError,
+        HoldfastError as HoldfastError,
+        RankError as RankError,
+        RunInUseError as RunInUseError,
+        SaveFailedError as SaveFailedError,
+        SaveUncertainError as SaveUncertainError,
+        StateMismatchError as StateMismatchError,
+        StorageError as StorageError,
+        UnsafeContentError as UnsafeContentError,
+        UnsupportedFormatError as UnsupportedFormatError,
+        UsageError as UsageError,
     )
-    from holdfast.formats.dcp.reader import HoldfastReader
-    from holdfast.formats.dcp.writer import HoldfastWriter
-    from holdfast.formats.exporting.export import ExportReport, export
-    from holdfast.formats.importing.importing import import_checkpoint
-    from holdfast.formats.weights.load import build_model, load_weights
-    from holdfast.formats.weights.report import WeightsReport
-    from holdfast.loading.strategy import LoadStrategy
-    from holdfast.manager.checkpointer import AsyncCheckpointer
+    from holdfast.formats.dcp.reader import HoldfastReader as HoldfastReader
+    from holdfast.formats.dcp.writer import HoldfastWriter as HoldfastWriter
+    from holdfast.formats.exporting.export import ExportReport as ExportReport, export as export
+    from holdfast.formats.importing.importing import import_checkpoint as import_checkpoint
+    from holdfast.formats.weights.load import build_model as build_model, load_weights as load_weights
+    from holdfast.formats.weights.report import WeightsReport as WeightsReport
+    from holdfast.loading.strategy import LoadStrategy as LoadStrategy
+    from holdfast.manager.checkpointer import AsyncCheckpointer as AsyncCheckpointer
     from holdfast.manager.functions import (
-        build_train_state,
-        checkpoints,
-        examine,
-        is_restart,
-        mend,
-        peek,
-        prune,
-        resolve,
-        restore_train_state,
-        retention,
-        unlock,
-        verify,
+        build_train_state as build_train_state,
+        checkpoints as checkpoints,
+        examine as examine,
+        is_restart as is_restart,
+        mend as mend,
+        peek as peek,
+        prune as prune,
+        resolve as resolve,
+        restore_train_state as restore_train_state,
+        retention as retention,
+        unlock as unlock,
+        verify as verify,
     )
-    from holdfast.manager.manager import CheckpointManager
-    from holdfast.manager.results import RestoreResult, SaveHandle
-    from holdfast.manager.triggers import At, Every, OnLastStep, OnSignal, TimeLimit
-    from holdfast.ondisk.codec.registry import register_type
-    from holdfast.plugins.config import CheckpointConfig
-    from holdfast.plugins.contexts import LoadContext, SaveContext
-    from holdfast.plugins.protocol import CheckpointManagerProtocol, HoldfastManager, create_checkpoint_manager
-    from holdfast.runs.checkpoint import Checkpoint
-    from holdfast.runs.doctor import Finding
-    from holdfast.runs.events import Event
-    from holdfast.runs.link_names import LinkTemplate
-    from holdfast.runs.report import Report
-    from holdfast.runs.retention import Decision, KeepAll, KeepBest, KeepEvery, KeepLast, KeepTagged
-    from holdfast.state.rng import RNGState, get_rng_state, set_rng_state
-    from holdfast.state.wrappers import PerRank, Sharded, Shared, Trainable
+    from holdfast.manager.manager import CheckpointManager as CheckpointManager
+    from holdfast.manager.results import RestoreResult as RestoreResult, SaveHandle as SaveHandle
+    from holdfast.manager.triggers import (
+        At as At,
+        Every as Every,
+        OnLastStep as OnLastStep,
+        OnSignal as OnSignal,
+        TimeLimit as TimeLimit,
+    )
+    from holdfast.ondisk.codec.registry import register_type as register_type
+    from holdfast.plugins.config import CheckpointConfig as CheckpointConfig
+    from holdfast.plugins.contexts import LoadContext as LoadContext, SaveContext as SaveContext
+    from holdfast.plugins.protocol import (
+        CheckpointManagerProtocol as CheckpointManagerProtocol,
+        HoldfastManager as HoldfastManager,
+        create_checkpoint_manager as create_checkpoint_manager,
+    )
+    from holdfast.runs.checkpoint import Checkpoint as Checkpoint
+    from holdfast.runs.doctor import Finding as Finding
+    from holdfast.runs.events import Event as Event
+    from holdfast.runs.link_names import LinkTemplate as LinkTemplate
+    from holdfast.runs.report import Report as Report
+    from holdfast.runs.retention import (
+        Decision as Decision,
+        KeepAll as KeepAll,
+        KeepBest as KeepBest,
+        KeepEvery as KeepEvery,
+        KeepLast as KeepLast,
+        KeepTagged as KeepTagged,
+    )
+    from holdfast.state.rng import RNGState as RNGState, get_rng_state as get_rng_state, set_rng_state as set_rng_state
+    from holdfast.state.wrappers import PerRank as PerRank, Sharded as Sharded, Shared as Shared, Trainable as Trainable
+
 
 _HOME = {
     "CheckpointManager": "manager.manager",

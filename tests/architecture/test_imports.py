@@ -18,7 +18,7 @@ from tests.architecture.imports import (
 )
 
 TIERS = [
-    {"cli", "plugins", "testing"},
+    {"cli", "integrations", "plugins", "testing"},
     {"formats"},
     {"manager"},
     {"saving", "loading"},

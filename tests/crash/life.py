@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from blake3 import blake3
-from hypothesis import currently_in_test_context, note
-from hypothesis import strategies as st
+from hypothesis import currently_in_test_context, note, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 import holdfast

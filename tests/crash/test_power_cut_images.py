@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.testing import run_ranks as run_new_ranks
-from holdfast.testing import values
+from holdfast.testing import run_ranks as run_new_ranks, values
 from tests.crash.image_training import MODES, STEPS, Judge, go_on, train
 from tests.crash.images import FILE_SYSTEMS, Cut, Disk, FileSystem, Recording, cuts, recording, scratch, why_not
 from tests.ranks import run_ranks

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 GUIDE, FORMAT, GUARANTEES = (ROOT / "docs" / name for name in ("guide.md", "format.md", "guarantees.md"))
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    path for folder in (ROOT, ROOT / "docs", ROOT / "docs" / "integrations") for path in sorted(folder.glob("*.md"))
+]
 FORBIDDEN = ("TODO", "FIXME", "coming soon", "roadmap", "/work/", "/root/", "/home/", "not yet", "planned")
 IMPORT_SECONDS = 0.15
 
@@ -43,10 +46,11 @@ def relative(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: `python` or `console`, its options, its text, and its first line in the document."""
+    """A fenced block: `python` or `console`, its options, its text, and its first line in the document. The option
+    `needs=wandb,mlflow` names packages without which it is not run."""
 
     language: str
-    options: dict[str, int]
+    options: dict[str, str]
     text: str
     line: int
 
@@ -55,7 +59,7 @@ def blocks_of(document: Path) -> list[Block]:
     content = document.read_text()
     found = []
     for match in BLOCK.finditer(content):
-        options = {name: int(value) for name, _, value in (word.partition("=") for word in match["words"].split())}
+        options = {name: value for name, _, value in (word.partition("=") for word in match["words"].split())}
         line = content.count("\n", 0, match.start("text"))
         found.append(Block(match["language"], options, match["text"], line))
     return [block for block in found if block.language in ("python", "console")]
@@ -80,7 +84,7 @@ def run_console(block: Block, document: Path, folder: Path) -> None:
         done = subprocess.run(
             [sys.executable, "-m", "holdfast", *arguments], cwd=folder, capture_output=True, text=True, check=False
         )
-        expected = block.options.get("exit", 0)
+        expected = int(block.options.get("exit", 0))
         assert done.returncode == expected, f"{relative(document)}: {command}\n{done.stdout}{done.stderr}"
 
 
@@ -91,14 +95,20 @@ def test_every_block_runs(document: Path, tmp_path: Path, monkeypatch: pytest.Mo
     names: dict[str, Any] = {"__name__": "snippet"}
     # A dataclass looks its module up by name.
     monkeypatch.setitem(sys.modules, "snippet", type(sys)("snippet"))
+    missing: set[str] = set()
     for block in blocks_of(document):
-        if block.language == "console":
+        needed = {name for name in block.options.get("needs", "").split(",") if name and find_spec(name) is None}
+        if needed:
+            missing |= needed
+        elif block.language == "console":
             run_console(block, document, tmp_path)
         elif "ranks" in block.options:
-            values(run_ranks(block.options["ranks"], run_on_rank, tmp_path, block, document))
+            values(run_ranks(int(block.options["ranks"]), run_on_rank, tmp_path, block, document))
         else:
             exec(compiled(block, document), names)
     holdfast.set_rng_state(random_state)
+    if missing:
+        pytest.skip(f"some blocks need {', '.join(sorted(missing))}; `make frameworks` runs them")
 
 
 def test_the_readers_documents_have_blocks() -> None:

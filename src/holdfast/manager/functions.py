@@ -8,8 +8,7 @@ from typing import Any
 from holdfast.errors import CheckpointNotFoundError, UsageError
 from holdfast.loading import resolve as resolving
 from holdfast.loading.resolve import Location
-from holdfast.runs import doctor
-from holdfast.runs import verify as verifying
+from holdfast.runs import doctor, verify as verifying
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.claims import Claim

@@ -15,6 +15,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from holdfast.errors import UsageError
 from holdfast.ondisk.paths import rank_scope, stage_scope
 from holdfast.ondisk.regions import Cut
+from holdfast.state.framework_wrappers import (
+    is_loader_adapter,
+    loader_inside,
+    object_inside,
+    refuse_same_object,
+    require_adapter_state,
+)
 from holdfast.state.rng import RNGState
 from holdfast.state.trees import TreeKind
 from holdfast.state.wrappers import PerRank, Sharded, Shared, Trainable, has_plain_state
@@ -24,13 +31,16 @@ _WRAPPER_PARTS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_modu
 
 
 def is_stateful_loader(component: Any) -> bool:
-    """Return whether this is torchdata's `StatefulDataLoader`, which need not be installed."""
-    return any(base.__name__ == "StatefulDataLoader" for base in type(component).__mro__)
+    """Return whether this is torchdata's `StatefulDataLoader`, which need not be installed, or one inside of a loader
+    that Accelerate prepared."""
+    return any(base.__name__ == "StatefulDataLoader" for base in type(loader_inside(component)).__mro__)
 
 
 def unwrap(component: Any) -> Any:
-    """Return the user's own object, without the wrapper that declares how to store it."""
-    return component.component if isinstance(component, PerRank | Shared | Sharded | Trainable) else component
+    """Return the user's own object, without the wrapper that declares how to store it, and without the one that a
+    framework put around an optimizer or a scheduler."""
+    declared = isinstance(component, PerRank | Shared | Sharded | Trainable)
+    return object_inside(component.component if declared else component)
 
 
 def random_state_last(components: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -111,6 +121,12 @@ def refuse_flat_parameters(name: str, component: Any) -> None:
             component=name,
             advice="shard the model with torch.distributed.fsdp.fully_shard (FSDP2)",
         )
+
+
+def refuse_same_objects(components: Mapping[str, Any]) -> None:
+    """Refuse one object under two names, once as it is and once in the wrapper of a framework."""
+    declared = PerRank | Shared | Sharded | Trainable
+    refuse_same_object({name: one.component if isinstance(one, declared) else one for name, one in components.items()})
 
 
 def scope_of(component: Any, *, rank: int, size: int, pipeline_stage: int | None) -> str | None:
@@ -387,6 +403,8 @@ def clean_name(module: torch.nn.Module, raw: str) -> str:
 def _require_state(name: str, component: Any) -> None:
     if has_plain_state(component):
         return
+    if is_loader_adapter(component):
+        require_adapter_state(name, component)
     missing = [method for method in ("state_dict", "load_state_dict") if not callable(getattr(component, method, None))]
     if missing:
         raise UsageError(

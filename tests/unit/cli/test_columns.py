@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from rich.console import Console
 from rich.segment import Segment
 from rich.style import Style

@@ -9,8 +9,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from holdfast.errors import UsageError
 from holdfast.loading.strategy import MODULES, OPTIMIZERS, LoadStrategy

@@ -15,8 +15,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import holdfast
 from holdfast import CheckpointConfig, LoadStrategy, TimeLimit

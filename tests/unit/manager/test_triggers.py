@@ -14,8 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from holdfast.errors import UsageError
 from holdfast.manager import triggers

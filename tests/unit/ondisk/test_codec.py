@@ -20,8 +20,7 @@ from zoneinfo import ZoneInfo
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from holdfast.errors import CorruptCheckpointError, UsageError
 from holdfast.ondisk import codec

@@ -6,8 +6,7 @@ import os.path
 import re
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from holdfast.errors import UnsafeContentError, UsageError
 from holdfast.ondisk import paths

@@ -7,8 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from holdfast.ondisk.regions import Box, cover_exactly, span_of, strides_of, whole
 

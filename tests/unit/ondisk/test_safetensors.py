@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import safetensors
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from holdfast.errors import CorruptCheckpointError, HoldfastError
 from holdfast.ondisk.dtypes import ELEMENT_TYPES, element_type

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from holdfast.errors import UsageError
 from holdfast.ondisk.paths import folder_name, safe_relative

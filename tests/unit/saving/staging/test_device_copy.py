@@ -8,8 +8,7 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from holdfast.ondisk.safetensors import SMALL_BYTES
 from holdfast.saving.staging.arena import Arena
