@@ -183,6 +183,7 @@ def require_once(seen: Counter[Any], kind: str, size: int) -> None:
     assert seen.total() - LENGTH < size
 
 
+@pytest.mark.guarantee("G8")
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(CHAINS)), ids=[str(one) for one in CHAINS])
 def test_over_changes_of_the_number_of_ranks_every_sample_of_an_epoch_is_seen_once(played: Play, number: int) -> None:
@@ -191,11 +192,13 @@ def test_over_changes_of_the_number_of_ranks_every_sample_of_an_epoch_is_seen_on
     require_once(seen, kind, worlds[-1])
 
 
+@pytest.mark.guarantee("G8")
 @pytest.mark.slow
 def test_on_the_same_number_of_ranks_the_training_goes_on_bit_for_bit(played: Play) -> None:
     assert played("the_same_number_of_ranks") == [[True, True, True]] * 4
 
 
+@pytest.mark.guarantee("G8")
 @pytest.mark.slow
 def test_other_data_on_one_rank_is_refused_on_all_and_changes_nothing(played: Play) -> None:
     seen = played("other_data")
@@ -206,6 +209,7 @@ def test_other_data_on_one_rank_is_refused_on_all_and_changes_nothing(played: Pl
     assert [untouched for _, untouched in seen] == [True] * 4
 
 
+@pytest.mark.guarantee("G8")
 @pytest.mark.slow
 def test_ranks_that_read_the_same_data_are_counted_once(played: Play) -> None:
     seen = played("tensor_parallel_ranks")
@@ -239,6 +243,7 @@ def train_and_die(rank: int, size: int, run: str, batches: int | None) -> None:
             step += 1
 
 
+@pytest.mark.guarantee("G8")
 @pytest.mark.slow
 def test_after_a_kill_the_rest_of_the_epoch_goes_to_another_number_of_ranks(tmp_path: Path) -> None:
     run = str(tmp_path / "run")

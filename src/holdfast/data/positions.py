@@ -24,6 +24,8 @@ __all__ = [
 ]
 
 UNTOUCHED = "no live object was changed"
+# Seeds of torch are of 64 bits, and an epoch is added to one.
+_MOST = 2**62
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +61,9 @@ class Place:
 
 
 def check_count(name: str, value: object, *, least: int = 0) -> None:
-    """Raise a UsageError for what is no whole number, or too small."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UsageError(f"{name}={value!r:.100}", advice=f"give a whole number of at least {least}")
+    """Raise a UsageError for what is no whole number, or too small, or too large."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
+        raise UsageError(f"{name}={value!r:.100}", advice=f"give a whole number of at least {least} and at most 2**62")
 
 
 def refuse(problem: str, advice: str = "") -> NoReturn:
@@ -72,7 +74,7 @@ def refuse(problem: str, advice: str = "") -> NoReturn:
 def count_in(state: Mapping[str, Any], name: str) -> int:
     """Return a number of a state, which a damaged or strange one may not have."""
     value = state.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST:
         refuse(f"the state has {name}={value!r:.100}, which is no count")
     return value
 
@@ -135,9 +137,10 @@ def states_by_rank(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
                 f"two states of rank {state['rank']} of {state['size']} differ",
                 "they were saved by loaders with the same rank= that were not at the same sample",
             )
-    missing = sorted(set(range(sizes.pop())) - set(found))
-    if missing:
-        refuse(f"the state of rank {missing[0]} of {states[0]['size']} is missing")
+    size = sizes.pop()
+    missing = next((rank for rank in range(size) if rank not in found), None)
+    if missing is not None:
+        refuse(f"the state of rank {missing} of {size} is missing")
     return [found[rank] for rank in sorted(found)]
 
 

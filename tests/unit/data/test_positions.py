@@ -33,7 +33,7 @@ def test_a_place_that_is_none_is_refused(rank: Any, size: Any) -> None:
         Place.of(rank, size)
 
 
-@pytest.mark.parametrize("value", [None, -1, True, 1.0, "1", [1]])
+@pytest.mark.parametrize("value", [None, -1, 2**63, True, 1.0, "1", [1]])
 def test_what_is_no_count_is_refused(value: Any) -> None:
     with pytest.raises(StateMismatchError, match="no live object was changed"):
         count_in({"count": value}, "count")
@@ -50,6 +50,7 @@ def test_what_is_no_count_is_refused(value: Any) -> None:
         state(2, 2),
         state(0, 0),
         state(0, 1) | {"epoch": -1},
+        state(0, 1) | {"epoch": 2**63},
         state(0, 1) | {"seed": 8},
         state(0, 1) | {"seed": True},
         state(0, 1),
@@ -80,6 +81,7 @@ def test_ranks_that_read_the_same_data_count_once() -> None:
     ("states", "problem"),
     [
         ([state(0, 2)], "rank 1 of 2 is missing"),
+        ([state(0, 10**15)], "rank 1 of 1000000000000000 is missing"),
         ([state(0, 2), state(1, 3)], r"\[2, 3\]"),
         ([state(0, 1, count=1), state(0, 1, count=2)], "two states of rank 0 of 1 differ"),
     ],
