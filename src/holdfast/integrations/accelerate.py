@@ -234,7 +234,7 @@ def _give_position(loader: Any) -> None:
 
 def _require_known_order(loader: Any) -> None:
     """Refuse a `StatefulDataLoader` with a sampler that shuffles: nobody keeps its order in a prepared loader."""
-    batches = getattr(loader, "batch_sampler", None)
+    batches: Any = getattr(loader, "batch_sampler", None)
     while hasattr(batches, "batch_sampler"):
         batches = batches.batch_sampler
     sampler = getattr(batches, "sampler", None)
