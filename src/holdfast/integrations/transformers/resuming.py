@@ -51,11 +51,11 @@ class Source:
 
 
 class AnotherCheckpointError(holdfast.HoldfastError):
-    """The restore took another checkpoint than the one whose steps the Trainer has counted. `expected`: its digest."""
+    """The restore took another checkpoint than the one whose steps the Trainer has counted. `path`: where it is."""
 
-    def __init__(self, checkpoint: holdfast.Checkpoint) -> None:
-        super().__init__("another checkpoint was restored than was found before", step=checkpoint.step)
-        self.expected = checkpoint.digest
+    def __init__(self, path: str, expected: str) -> None:
+        super().__init__(f"{path} was restored, and {expected} was to be")
+        self.path = path
 
 
 def find(run: str, resume: Selector | bool | None, timeout: float | None) -> Source | None:
@@ -100,18 +100,24 @@ def _refuse_own_folder(run: str, selector: Selector) -> None:
         folders = [] if isinstance(selector, int) else [Path(selector)]
         newest = -1
     else:
-        folders = list(Path(run).glob("checkpoint-*"))
+        folders = sorted(Path(run).glob("checkpoint-*"), key=_steps_of, reverse=True)
         found = holdfast.peek(run) if folders else None
         newest = -1 if found is None else found.step
     for folder in folders:
-        match = _OWN_FOLDER.fullmatch(folder.name)
-        if match and int(match[1]) > newest and (folder / STATE_FILE).is_file():
+        steps = _steps_of(folder)
+        if steps > newest and (folder / STATE_FILE).is_file():
             raise holdfast.UsageError(
                 f"{folder} was written by the Trainer itself",
                 run=run,
-                advice=f"import it: holdfast.import_checkpoint({str(folder)!r}, {run!r}, step={match[1]}, "
+                advice=f"import it: holdfast.import_checkpoint({str(folder)!r}, {run!r}, step={steps}, "
                 "parameters=trainer.model); then resume_from_checkpoint=True resumes from it",
             )
+
+
+def _steps_of(folder: Path) -> int:
+    """Return the steps that are done in a folder of the Trainer, by its name; -1 for any other folder."""
+    match = _OWN_FOLDER.fullmatch(folder.name)
+    return int(match[1]) if match else -1
 
 
 def _trainer_state(checkpoint: holdfast.Checkpoint, values: Mapping[str, Any]) -> dict[str, Any]:

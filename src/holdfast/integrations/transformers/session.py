@@ -90,7 +90,7 @@ class Session:
         self._rng, self._saved_step = LaterRNGState(), None
         components = self._components()
         # A checkpoint that was imported does not have this one, so it is attached after the restore.
-        late = {name: components.pop(name) for name in ("trainer",) if self._source and not self._source.has(name)}
+        late = {"trainer": components.pop("trainer")} if self._lacks(components, "trainer") else {}
         options = {**self.options, "keep": self._keep()}
         self.manager = holdfast.CheckpointManager(arguments.output_dir, components, rng=False, **options)
         if self._source is not None:
@@ -169,6 +169,9 @@ class Session:
         components["trainer"] = holdfast.PerRank(self._running_loss)
         return components if scaler is None else components | {"scaler": scaler}
 
+    def _lacks(self, components: Mapping[str, Any], name: str) -> bool:
+        return name in components and self._source is not None and not self._source.has(name)
+
     def _keep(self) -> Any:
         """Return the policy of `save_total_limit`, which counts the best model, or the one of the options."""
         arguments, best = self._trainer.args, None
@@ -189,8 +192,8 @@ class Session:
                 source.checkpoint.step,
             )
         result = manager.restore(source.selector, strategy=self._strategy)
-        if result.checkpoint != source.checkpoint:
-            raise AnotherCheckpointError(source.checkpoint)
+        if result.checkpoint is not None and result.checkpoint != source.checkpoint:
+            raise AnotherCheckpointError(result.checkpoint.path, source.checkpoint.path)
 
     def _files(self, is_best: bool) -> dict[str, bytes]:
         trainer = self._trainer

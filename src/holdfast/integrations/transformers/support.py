@@ -63,7 +63,7 @@ def refuse_unsupported(trainer: Any) -> None:
     refused = {
         "DeepSpeed": trainer.is_deepspeed_enabled,
         "FSDP of XLA": trainer.is_fsdp_xla_enabled,
-        "FSDP 1; set fsdp_config={'fsdp_version': 2}": plugin is not None and plugin.fsdp_version != 2,
+        "FSDP 1; set fsdp_config={'version': 2}": plugin is not None and plugin.fsdp_version != 2,
         "a model on several devices of one process (device_map)": trainer.is_model_parallel,
         "a model that was sharded while it was loaded": trainer.is_distributed_loading_by_transformers,
         "tensor, context or sequence parallelism": any(size > 1 for size in sizes),

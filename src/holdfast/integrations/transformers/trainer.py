@@ -79,24 +79,22 @@ class HoldfastTrainer:
                 "a hyperparameter search is not supported: its trials share one output_dir",
                 advice="search with a plain Trainer, and train what it found with this one",
             )
-        tried: set[str] = set()
-        while True:
-            with self._holdfast.chosen(resume_from_checkpoint) as folder:
-                try:
-                    output = super().train(folder, trial, ignore_keys_for_eval)  # type: ignore[misc]
-                except AnotherCheckpointError as another:
-                    # The latest was damaged, or a later one was committed meanwhile. The Trainer has counted its steps
-                    # from the one that was found first, so it begins again.
-                    self._holdfast.close(another)
-                    if another.expected in tried:
-                        raise
-                    tried.add(another.expected)
-                except BaseException as error:
-                    self._holdfast.close(error)
-                    raise
-                else:
-                    self._holdfast.close(None)
-                    return output
+        try:
+            return self._train_from(resume_from_checkpoint, ignore_keys_for_eval)
+        except AnotherCheckpointError as another:
+            # The latest was damaged, or a later one was committed meanwhile. The Trainer has counted its steps from the
+            # one that was found first, so it begins again.
+            return self._train_from(another.path, ignore_keys_for_eval)
+
+    def _train_from(self, resume: Selector | bool | None, ignore_keys_for_eval: list[str] | None) -> Any:
+        with self._holdfast.chosen(resume) as folder:
+            try:
+                output = super().train(folder, None, ignore_keys_for_eval)  # type: ignore[misc]
+            except BaseException as error:
+                self._holdfast.close(error)
+                raise
+            self._holdfast.close(None)
+            return output
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Do nothing: `_prepare_for_training` restores the model together with everything else."""
