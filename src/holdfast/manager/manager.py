@@ -22,6 +22,7 @@ from holdfast.manager.arguments import (
     check_timeout,
     checked_observers,
 )
+from holdfast.manager.assets import AssetsArgument
 from holdfast.manager.components import Components
 from holdfast.manager.lifetime import Lifetime
 from holdfast.manager.open_run import OpenRun
@@ -60,7 +61,8 @@ class CheckpointManager:
         next step of the optimizers in `state` waits for them on the device. "async_device": the same from a clone on
         the GPU, where its memory allows. "auto" takes the best asynchronous one for the devices that hold the state.
     rng: keep the random state of every rank, as the component "rng".
-    config: the run's configuration, stored with every checkpoint. assets: files and folders stored with it.
+    config: the run's configuration, stored with every checkpoint. assets: files and folders stored with it, or a
+        mapping of names to paths or bytes. `save` takes further ones.
     resume: "auto" starts fresh when there is nothing to restore, "required" makes that an error, "never" always starts
         fresh.
     process_group: the ranks that save together, all by default. pipeline_stage: this rank's stage, when the stages'
@@ -92,7 +94,7 @@ class CheckpointManager:
         mode: ChosenMode = "auto",
         rng: bool = True,
         config: Any = None,
-        assets: Sequence[str | os.PathLike[str]] = (),
+        assets: AssetsArgument = (),
         resume: Resume = "auto",
         process_group: Any = None,
         pipeline_stage: int | None = None,
@@ -106,6 +108,7 @@ class CheckpointManager:
         replicas: Replicas = "compare",
     ) -> None:
         check_timeout(timeout)
+        self.keep = keep
         ranks = torch_ranks(process_group, timeout_seconds=timeout)
 
         def introduce() -> Introduction:
@@ -135,8 +138,7 @@ class CheckpointManager:
             )
             parts = self._saver, self._catalog, ranks, self._components, self._pace
             self._run = OpenRun.connect(*parts, keep=keep, links=self._stored.links)
-            self._lifetime = Lifetime(self._run)
-            self._annotator = Annotator(self._run)
+            self._lifetime, self._annotator = Lifetime(self._run), Annotator(self._run)
             self._saves = Saves(self._run, self._stored, self._annotator, resume=resume)
             self._restores = Restores(self._run, resume=resume, verify=verify, rng=rng, timeout_seconds=timeout)
             if save is not None:
@@ -197,6 +199,7 @@ class CheckpointManager:
         guards: Mapping[str, Any] | None = None,
         tag: str | None = None,
         epoch: int | None = None,
+        assets: AssetsArgument | None = None,
         resave: bool = False,
         wait: bool = False,
     ) -> SaveHandle:
@@ -207,10 +210,21 @@ class CheckpointManager:
         error yet, the error is raised here and nothing is saved; the next save works. `wait` returns only when the
         checkpoint is committed, which in sync mode is always so. `epoch` is how many epochs are done by now; without
         it, the last that was named.
+
+        `assets` are files of this one checkpoint, beside those of the manager: a list of paths of files and folders,
+        or a mapping of names to paths or bytes. Rank 0's are stored, as they are in this call: it reads them all, into
+        the memory of the staged state in the asynchronous modes, so what is written to a file later does not count.
         """
         self._lifetime.require_open()
         given = SaveArguments(
-            metrics=metrics, progress=progress, extra=extra, guards=guards, tag=tag, epoch=epoch, resave=resave
+            metrics=metrics,
+            progress=progress,
+            extra=extra,
+            guards=guards,
+            tag=tag,
+            epoch=epoch,
+            assets=assets,
+            resave=resave,
         )
         handle = self._saves.save(step, given)
         if wait:

@@ -120,15 +120,25 @@ class Coordinator:
 
     def _compare_arguments(self, summaries: Sequence[StateSummary]) -> None:
         """Warn, once, of arguments that another rank gave and that are not stored, because rank 0's are."""
-        if all(summary.argument_digests == summaries[0].argument_digests for summary in summaries):
+        first = summaries[0]
+        if all(
+            summary.argument_digests == first.argument_digests and summary.asset_names == first.asset_names
+            for summary in summaries
+        ):
             return
         texts = []
         for rank, summary in enumerate(summaries):
-            pairs = zip(COMPARED_ARGUMENTS, summary.argument_digests, summaries[0].argument_digests, strict=True)
+            pairs = zip(COMPARED_ARGUMENTS, summary.argument_digests, first.argument_digests, strict=True)
             lost = {name: own for name, given, own in pairs if given and given != own}
+            if summary.asset_names and summary.asset_names != first.asset_names:
+                lost["assets"] = ", ".join(first.asset_names)
             if lost.get("tag") == "":
                 raise UsageError(
                     f"rank {rank} gives a tag and rank 0 gives none", advice="give the tag on rank 0, or on all ranks"
+                )
+            if lost.get("assets") == "":
+                raise UsageError(
+                    f"rank {rank} gives assets and rank 0 gives none", advice="give them on rank 0, or on all ranks"
                 )
             texts += [f"{', '.join(lost)} on rank {rank}"] if lost else []
         if texts and not self._warned_of_arguments:
