@@ -74,7 +74,7 @@ def require_adapter_state(name: str, adapter: Any) -> None:
         )
     sampler = _sampler_inside(inner)
     if getattr(inner, "num_workers", 0) > 0 and getattr(inner, "_iterator", None) and hasattr(sampler, "initial_seed"):
-        # Accelerate asks the loader for its state before it sets the sampler, which starts the workers with the old one.
+        # Accelerate asks the loader for its state before it sets the sampler: the workers start with the old one.
         raise UsageError(
             f"the workers of Accelerate's {type(adapter).__name__} have begun their first epoch in an order that is "
             f"not that of its {type(sampler).__name__}, and which nobody can draw again",
