@@ -22,6 +22,7 @@ from holdfast.state.framework_wrappers import (
     refuse_same_object,
     require_adapter_state,
 )
+from holdfast.state.optimizers import own_layout_state
 from holdfast.state.rng import RNGState
 from holdfast.state.trees import TreeKind
 from holdfast.state.wrappers import PerRank, Sharded, Shared, Trainable, has_plain_state
@@ -77,7 +78,7 @@ def has_torch_layout(name: str, optimizer: torch.optim.Optimizer) -> bool:
     known: bool | None = _layouts.get(optimizer)
     if known is None:
         try:
-            packed = optimizer.state_dict()
+            packed = own_layout_state(optimizer)
         except Exception as error:
             zero = type(optimizer).__name__ == "ZeroRedundancyOptimizer"
             raise UsageError(

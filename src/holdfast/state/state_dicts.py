@@ -29,6 +29,7 @@ from holdfast.state.optimizers import (
     load_optimizer,
     load_own_layout,
     optimizer_state,
+    own_layout_state,
     state_keys_with,
 )
 from holdfast.state.tensors import (
@@ -60,6 +61,7 @@ __all__ = [
     "load_values",
     "restore_state",
     "tree_of",
+    "values_state",
 ]
 
 
@@ -186,6 +188,13 @@ def component_state(name: str, component: Any, components: Mapping[str, Any]) ->
         return without_frozen(inner, state) if isinstance(component, Trainable) else state
     if kind == "optimizer":
         return optimizer_state(name, inner, optimizer_names(inner, components, name))
+    return values_state(inner)
+
+
+def values_state(inner: Any) -> Any:
+    """Return the state of an object that is stored as its own `state_dict` gives it."""
+    if isinstance(inner, torch.optim.Optimizer):
+        return own_layout_state(inner)
     return loader_state(inner) if is_stateful_loader(inner) else state_of(inner)
 
 
