@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -35,7 +36,7 @@ class _Training:
     state: TrainerState
 
 
-class HoldfastCheckpoint(RankedRun, Checkpoint):
+class HoldfastCheckpoint(RankedRun, Checkpoint):  # type: ignore[misc]
     """Saves a Lightning training to a run of Holdfast, and resumes it from there when `fit` starts.
 
     run: the folder or URL that holds the run's checkpoints.
@@ -73,7 +74,7 @@ class HoldfastCheckpoint(RankedRun, Checkpoint):
         every_n_epochs: int | None = None,
         save_on_train_epoch_end: bool | None = None,
         resume: Literal["auto", "required", "never"] = "auto",
-        selector: str | int | os.PathLike[str] = "latest",
+        selector: str | int = "latest",
         strategy: holdfast.LoadStrategy | None = None,
         keep: Any = None,
         stop: Any = None,
@@ -98,6 +99,10 @@ class HoldfastCheckpoint(RankedRun, Checkpoint):
         self._keep = policy_of(monitor, mode, save_top_k, save_last, keep)
         self._training: _Training | None = None
         self._reset()
+
+    @property
+    def state_key(self) -> str:
+        return f"{type(self).__qualname__}{{'run': {str(self.run)!r}}}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `ModelCheckpoint` has here, for programs that read it; a resume needs none of it."""
@@ -130,13 +135,14 @@ class HoldfastCheckpoint(RankedRun, Checkpoint):
                 f"{type(trainer.strategy).__name__} is not supported: it keeps parameters in flat tensors of its own",
                 advice="use ModelParallelStrategy with fully_shard (FSDP2), or DDP",
             )
-        trainer.strategy.checkpoint_io = ReadingIO(trainer.strategy.checkpoint_io, self, trainer)
+        trainer.strategy.checkpoint_io = ReadingIO(trainer.strategy.checkpoint_io, self.run, trainer)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Build the manager, and resume."""
         if trainer.fast_dev_run:
             return
-        if trainer.global_step > 0 and not trainer.ckpt_path:
+        self._refuse_path(trainer)
+        if trainer.global_step > 0 and self.resume != "never":
             raise holdfast.UsageError(
                 "this trainer has trained before, and its run may have an older checkpoint",
                 advice="build a new Trainer for another fit: it resumes where this one ended",
@@ -145,7 +151,6 @@ class HoldfastCheckpoint(RankedRun, Checkpoint):
         loops = Loops(trainer, lambda boundary: self._at_boundary(trainer, boundary))
         state = TrainerState(trainer, loops, self, lightning.__version__)
         self._training = _Training(self._open(trainer, loops, state), loops, state)
-        self._refuse_path(trainer)
         self._restore(trainer, self._training)
         loops.install()
 
@@ -234,8 +239,10 @@ class HoldfastCheckpoint(RankedRun, Checkpoint):
         )
 
     def _refuse_path(self, trainer: Any) -> None:
-        if trainer.ckpt_path and self.resume != "never":
-            raise two_sources(trainer.ckpt_path, self.run)
+        path = trainer.ckpt_path
+        # Lightning's search for a learning rate or a batch size reads back a file of its own.
+        if path and self.resume != "never" and not Path(path).name.startswith((".lr_find_", ".scale_batch_size_")):
+            raise two_sources(path, self.run)
 
     def _restore(self, trainer: Any, training: _Training) -> None:
         strategy = self._strategy_for(trainer, training.manager)
@@ -249,8 +256,9 @@ class HoldfastCheckpoint(RankedRun, Checkpoint):
         if self._strategy is not None:
             return self._strategy
         strict = bool(trainer.lightning_module.strict_loading)
-        found = manager.peek(self._selector) if self.resume != "never" else None
-        if found is not None and "import" in found.extra:
+        found = manager.peek(self._selector) if self.resume != "never" and trainer.is_global_zero else None
+        imported = found is not None and "import" in found.extra
+        if trainer.strategy.broadcast(imported):
             # Lightning keeps no random state, and the position of loaders among the progress of its loops.
             return holdfast.LoadStrategy(strict=strict, on_missing="skip")
         return holdfast.LoadStrategy(strict=strict)
