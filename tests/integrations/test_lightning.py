@@ -429,16 +429,28 @@ def test_a_failed_save_is_raised_and_the_run_is_free_after_any_exception(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_trigger_to_stop_saves_and_stops(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
+def test_a_signal_to_stop_saves_and_stops(name: str, tmp_path: Path) -> None:
     class Signalling(Callback):  # type: ignore[misc]
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
             if trainer.fit_loop.total_batch_idx == 4:
-                os.kill(os.getpid(), signal.SIGUSR1)
+                os.kill(os.getpid(), signal.Signals[name])
 
-    stop = holdfast.OnSignal("SIGUSR1")
+    before = signal.getsignal(signal.Signals[name])
+    stop = holdfast.OnSignal(name)
     net = train(HoldfastCheckpoint(tmp_path, stop=stop), Signalling(), module=seeded(Net))
     assert (len(net.seen), holdfast.resolve(tmp_path).step) == (5, 5)
     resumed = result(train(HoldfastCheckpoint(tmp_path, stop=stop), module=seeded(Net), seed=4))
+    assert resumed == tail_of(uninterrupted(), resumed)
+    assert signal.getsignal(signal.Signals[name]) is before
+
+
+@pytest.mark.slow
+def test_a_training_that_reached_max_steps_goes_on_with_the_rest_of_its_epoch(tmp_path: Path) -> None:
+    train(HoldfastCheckpoint(tmp_path), module=seeded(Net), max_epochs=-1, max_steps=17)
+    assert holdfast.resolve(tmp_path).progress == {"epoch": 1, "global_step": 17, "batches_of_epoch": 5}
+    resumed = result(train(HoldfastCheckpoint(tmp_path), module=seeded(Net), seed=3))
+    assert len(resumed["seen"]) == BATCHES - 17
     assert resumed == tail_of(uninterrupted(), resumed)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -150,7 +151,11 @@ class HoldfastCheckpoint(RankedRun, Checkpoint):  # type: ignore[misc]
         self._reset()
         loops = Loops(trainer, lambda boundary: self._at_boundary(trainer, boundary))
         state = TrainerState(trainer, loops, self, lightning.__version__)
+        handler = signal.getsignal(signal.SIGTERM)
         self._training = _Training(self._open(trainer, loops, state), loops, state)
+        if signal.getsignal(signal.SIGTERM) is not handler:
+            # The manager stops the training at the same batch on all ranks. Lightning raises on each rank for itself.
+            trainer._signal_connector._sigterm_notifier_fn = _leave_signal
         self._restore(trainer, self._training)
         loops.install()
 
@@ -185,7 +190,7 @@ class HoldfastCheckpoint(RankedRun, Checkpoint):  # type: ignore[misc]
         if self._training is None:
             return
         if self.save_last and self._last_step_saved == 0 and trainer.global_step > 0:
-            self._save(trainer, self._training, "epoch")
+            self._save(trainer, self._training, "batch" if self._training.loops.is_cut_short else "epoch")
         self._training.manager.wait()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -212,6 +217,7 @@ class HoldfastCheckpoint(RankedRun, Checkpoint):  # type: ignore[misc]
         training, self._training = self._training, None
         if training is not None:
             training.loops.remove()
+            vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
         if isinstance(trainer.strategy.checkpoint_io, ReadingIO):
             trainer.strategy.checkpoint_io = trainer.strategy.checkpoint_io.wrapped
         return training
@@ -319,7 +325,7 @@ class HoldfastCheckpoint(RankedRun, Checkpoint):  # type: ignore[misc]
             trainer.global_step,
             metrics=metrics,
             progress={
-                "epoch": trainer.current_epoch,
+                "epoch": loops.epochs_done,
                 "global_step": trainer.global_step,
                 "batches_of_epoch": 0 if boundary == "epoch" else loops.batches_done,
             },
@@ -360,6 +366,10 @@ class HoldfastCheckpoint(RankedRun, Checkpoint):  # type: ignore[misc]
         if len(best) < self.save_top_k:
             return True
         return score < float(best[-1]) if self.mode == "min" else score > float(best[-1])
+
+
+def _leave_signal(number: int, frame: Any) -> None:
+    """Do nothing: the manager's handler, which is called as well, has seen the signal."""
 
 
 def _numbered(name: str, objects: Any) -> dict[str, Any]:
