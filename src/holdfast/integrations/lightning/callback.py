@@ -142,7 +142,7 @@ class HoldfastCheckpoint(RankedRun, Checkpoint):  # type: ignore[misc]
         """Build the manager, and resume."""
         if trainer.fast_dev_run:
             return
-        self._refuse_path(trainer)
+        _refuse_path(trainer, self.run, self.resume)
         if trainer.global_step > 0 and self.resume != "never":
             raise holdfast.UsageError(
                 "this trainer has trained before, and its run may have an older checkpoint",
@@ -161,7 +161,7 @@ class HoldfastCheckpoint(RankedRun, Checkpoint):  # type: ignore[misc]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         # Strategies that load after the set-up have loaded it by now.
-        self._refuse_path(trainer)
+        _refuse_path(trainer, self.run, self.resume)
         self._last_time_seconds = time.monotonic()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -176,11 +176,15 @@ class HoldfastCheckpoint(RankedRun, Checkpoint):  # type: ignore[misc]
             self._wanted = True
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        if not self._is_idle(trainer) and self._saves_on_train_epoch_end(trainer) and self._is_epoch(trainer):
+        if (
+            not self._is_idle(trainer)
+            and _saves_on_train_epoch_end(trainer, self._on_train_epoch_end)
+            and self._is_epoch(trainer)
+        ):
             self._wanted = True
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        if self._is_idle(trainer) or self._saves_on_train_epoch_end(trainer):
+        if self._is_idle(trainer) or _saves_on_train_epoch_end(trainer, self._on_train_epoch_end):
             return
         if self._deferred or self._is_epoch(trainer):
             self._wanted = True
@@ -244,30 +248,15 @@ class HoldfastCheckpoint(RankedRun, Checkpoint):  # type: ignore[misc]
             **self._options,
         )
 
-    def _refuse_path(self, trainer: Any) -> None:
-        path = trainer.ckpt_path
-        # Lightning's search for a learning rate or a batch size reads back a file of its own.
-        if path and self.resume != "never" and not Path(path).name.startswith((".lr_find_", ".scale_batch_size_")):
-            raise two_sources(path, self.run)
-
     def _restore(self, trainer: Any, training: _Training) -> None:
-        strategy = self._strategy_for(trainer, training.manager)
+        strategy = self._strategy
+        if strategy is None:
+            strategy = _default_strategy(trainer, training.manager, self._selector, self.resume)
         if not training.manager.restore(self._selector, strategy=strategy).resumed:
             return
         own = training.state.take_up()
         self._deferred = bool(own.get("deferred", False))
         self._last_step_saved = trainer.global_step
-
-    def _strategy_for(self, trainer: Any, manager: holdfast.CheckpointManager) -> holdfast.LoadStrategy | None:
-        if self._strategy is not None:
-            return self._strategy
-        strict = bool(trainer.lightning_module.strict_loading)
-        found = manager.peek(self._selector) if self.resume != "never" and trainer.is_global_zero else None
-        imported = found is not None and "import" in found.extra
-        if trainer.strategy.broadcast(imported):
-            # Lightning keeps no random state, and the position of loaders among the progress of its loops.
-            return holdfast.LoadStrategy(strict=strict, on_missing="skip")
-        return holdfast.LoadStrategy(strict=strict)
 
     def _is_idle(self, trainer: Any) -> bool:
         """Return whether nothing may be saved now, or this step is saved already."""
@@ -281,17 +270,6 @@ class HoldfastCheckpoint(RankedRun, Checkpoint):  # type: ignore[misc]
     def _is_epoch(self, trainer: Any) -> bool:
         epochs = self._intervals.epochs
         return epochs > 0 and (trainer.current_epoch + 1) % epochs == 0
-
-    def _saves_on_train_epoch_end(self, trainer: Any) -> bool:
-        """Return whether an epoch is saved at its end, not after its validation: decided as `ModelCheckpoint` does."""
-        if self._on_train_epoch_end is not None:
-            return self._on_train_epoch_end
-        if getattr(trainer, "_val_check_time_interval", None) is not None or trainer.check_val_every_n_epoch != 1:
-            return False
-        batches = trainer.num_val_batches
-        if (sum(batches) if isinstance(batches, list) else batches) == 0:
-            return True
-        return bool(trainer.val_check_interval == 1.0)
 
     def _at_boundary(self, trainer: Any, boundary: Boundary) -> None:
         """Save if that is wanted, now that a batch or an epoch is wholly done; all ranks are here."""
@@ -366,6 +344,37 @@ class HoldfastCheckpoint(RankedRun, Checkpoint):  # type: ignore[misc]
         if len(best) < self.save_top_k:
             return True
         return score < float(best[-1]) if self.mode == "min" else score > float(best[-1])
+
+
+def _refuse_path(trainer: Any, run: Any, resume: str) -> None:
+    path = trainer.ckpt_path
+    # Lightning's search for a learning rate or a batch size reads back a file of its own.
+    if path and resume != "never" and not Path(path).name.startswith((".lr_find_", ".scale_batch_size_")):
+        raise two_sources(path, run)
+
+
+def _default_strategy(
+    trainer: Any, manager: holdfast.CheckpointManager, selector: str | int, resume: str
+) -> holdfast.LoadStrategy:
+    """Return how to restore: all of it, except that a checkpoint that was imported lacks what Lightning lacks."""
+    strict = bool(trainer.lightning_module.strict_loading)
+    found = manager.peek(selector) if resume != "never" and trainer.is_global_zero else None
+    if trainer.strategy.broadcast(found is not None and "import" in found.extra):
+        # Lightning keeps no random state, and the position of loaders among the progress of its loops.
+        return holdfast.LoadStrategy(strict=strict, on_missing="skip")
+    return holdfast.LoadStrategy(strict=strict)
+
+
+def _saves_on_train_epoch_end(trainer: Any, chosen: bool | None) -> bool:
+    """Return whether an epoch is saved at its end, not after its validation: decided as `ModelCheckpoint` does."""
+    if chosen is not None:
+        return chosen
+    if getattr(trainer, "_val_check_time_interval", None) is not None or trainer.check_val_every_n_epoch != 1:
+        return False
+    batches = trainer.num_val_batches
+    if (sum(batches) if isinstance(batches, list) else batches) == 0:
+        return True
+    return bool(trainer.val_check_interval == 1.0)
 
 
 def _leave_signal(number: int, frame: Any) -> None:
