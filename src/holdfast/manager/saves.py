@@ -137,6 +137,7 @@ class Saves:
                 raise
 
     def _request(self, step: int, given: SaveArguments) -> SaveRequest:
+        self._run.deferred_rng.require_set()
         self._run.reports.settle()
         names = tuple(named_assets(given.assets))
         return SaveRequest(
