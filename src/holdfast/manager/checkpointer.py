@@ -32,6 +32,7 @@ from holdfast.ondisk.paths import check_component_name, check_step
 from holdfast.ranks.base import DEFAULT_TIMEOUT_SECONDS
 from holdfast.ranks.torch_store import torch_ranks
 from holdfast.runs.catalog import Catalog
+from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.events import EventLog, Observer
 from holdfast.runs.selector import check_tag
 from holdfast.saving.pipeline import Saver
@@ -105,10 +106,12 @@ class AsyncCheckpointer:
         progress: Mapping[str, Any] | None = None,
         extra: Mapping[str, Any] | None = None,
         tag: str | None = None,
+        resave: bool = False,
         wait: bool = False,
     ) -> SaveHandle:
         """Save a state dict as the checkpoint of `step`. Returns when its tensors may be changed again, as the mode
-        says; `wait` returns when the checkpoint is committed. Raises what failed before, once.
+        says; `wait` returns when the checkpoint is committed. Raises what failed before, once. A step that this
+        checkpointer has committed is not written again; with `resave` it is, as a later checkpoint of the same step.
 
         In place of an object with `state_dict` and `load_state_dict` that is a value of the state dict itself, such as
         a model, what its `state_dict()` gives now is saved, as in PyTorch."""
@@ -129,12 +132,25 @@ class AsyncCheckpointer:
                     },
                     tags=() if tag is None else (check_tag(tag),),
                 ),
+                resave=resave,
             )
 
         handle = SaveHandle(self._saver.save(step, request), self._catalog)
         if wait:
             handle.wait()
         return handle
+
+    def continue_from(self, checkpoint: Checkpoint) -> None:
+        """Let the next save go back to a checkpoint of this run, from which the caller has taken its state. Call it on
+        all ranks. Without it the saves of a checkpointer are a line by themselves, for `KeepLast` among others."""
+        self._check_open()
+        if not isinstance(checkpoint, Checkpoint) or checkpoint.storage.url != self._catalog.storage.url:
+            raise UsageError(
+                f"{checkpoint!r:.200} is not a checkpoint of the run {self._catalog.storage.url}",
+                advice="give what resolve() returns for this run",
+            )
+        self._saver.wait()
+        self._saver.lineage.continue_from(checkpoint, self._catalog)
 
     @property
     def is_pending(self) -> bool:

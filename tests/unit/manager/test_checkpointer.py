@@ -81,6 +81,32 @@ def test_a_save_is_pending_until_it_is_waited_for_and_a_tag_names_it() -> None:
         assert checkpointer.save(2, {"t": torch.ones(3)}).skipped
 
 
+def test_a_step_that_is_saved_once_more_is_a_later_checkpoint_of_it(tmp_path: Path) -> None:
+    with holdfast.AsyncCheckpointer(tmp_path, mode="sync") as checkpointer:
+        checkpointer.save(1, {"t": torch.ones(3)})
+        handle = checkpointer.save(1, {"t": torch.zeros(3)}, resave=True)
+        assert not handle.skipped
+        assert handle.wait().sequence == 2
+    found = {"t": torch.ones(3)}
+    dcp.load(found, storage_reader=holdfast.HoldfastReader(tmp_path))
+    assert torch.equal(found["t"], torch.zeros(3))
+
+
+def test_saves_that_continue_from_a_checkpoint_are_of_its_line(tmp_path: Path) -> None:
+    for step in range(1, 5):
+        with holdfast.AsyncCheckpointer(tmp_path / "run", mode="sync") as checkpointer:
+            if step > 1:
+                checkpointer.continue_from(holdfast.resolve(tmp_path / "run"))
+            checkpointer.save(step, {"t": torch.ones(3)})
+    holdfast.prune(tmp_path / "run", holdfast.KeepLast(2))
+    assert [found.step for found in holdfast.checkpoints(tmp_path / "run")] == [4, 3]
+    with (
+        holdfast.AsyncCheckpointer(tmp_path / "other", mode="sync") as checkpointer,
+        pytest.raises(UsageError, match="is not a checkpoint of the run"),
+    ):
+        checkpointer.continue_from(holdfast.resolve(tmp_path / "run"))
+
+
 class Position:
     """Has a state of its own, and counts how often it was asked for it."""
 
