@@ -49,6 +49,7 @@ ELSEWHERE = {
     "integrations/megatron_bridge": "tests/integrations/test_megatron_bridge.py",
     "integrations/megatron_state": "tests/integrations/test_megatron_bridge.py",
     "integrations/megatron_tracker": "tests/integrations/test_megatron_bridge.py",
+    "integrations/deepspeed": "tests/integrations/test_deepspeed.py",
     "integrations/lightning": "tests/integrations/test_lightning.py",
     "integrations/mlflow": "tests/integrations/test_observers.py",
     "integrations/observers": "tests/integrations/test_observers.py",
