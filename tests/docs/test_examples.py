@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import shutil
 import signal
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,19 +23,21 @@ Line = dict[str, Any]
 
 
 class StandardOutput:
-    """The standard output of an example: a file, and a signal to this very process after the line that asks for it.
+    """The standard output of an example: a file, and after the line that asks for it a signal to all ranks.
 
     The signal comes at the same line of every run, however busy the machine is.
     """
 
-    def __init__(self, file: TextIO, at: Line, number: signal.Signals) -> None:
-        self._file, self._at, self._number = file, at, number
+    def __init__(self, file: TextIO, at: Line, number: signal.Signals, ranks: int) -> None:
+        self._file, self._at, self._number, self._ranks = file, at, number, ranks
 
     def write(self, text: str) -> int:
         written = self._file.write(text)
         self._file.flush()
         if self._at and text.strip() and self._at.items() <= json.loads(text).items():
-            os.kill(os.getpid(), self._number)
+            self._at = {}
+            for rank in reversed(range(self._ranks)):  # this one last
+                os.kill(int(Path(f"process-{rank}").read_text()), self._number)
         return written
 
     def flush(self) -> None:
@@ -41,14 +45,14 @@ class StandardOutput:
 
 
 def run_script(
-    rank: int, script: str, arguments: list[str], folder: Path, at: Line, number: signal.Signals, signalled: int
+    rank: int, script: str, arguments: list[str], folder: Path, ranks: int, at: Line, number: signal.Signals
 ) -> int:
     """Run an example as `python SCRIPT ARGUMENTS` does, in a folder; return its exit code."""
     os.chdir(folder)
+    Path(f"process-{rank}").write_text(str(os.getpid()))
     sys.argv = [script, *arguments]
     sys.path.insert(0, str((EXAMPLES / script).parent))
-    with open(f"output-{rank}.jsonl", "w") as file:
-        sys.stdout = StandardOutput(file, at if rank == signalled else {}, number)  # type: ignore[assignment]
+    with open(f"output-{rank}.jsonl", "w") as file, redirect_stdout(StandardOutput(file, at, number, ranks)):
         try:
             runpy.run_path(str(EXAMPLES / script), run_name="__main__")
         except SystemExit as error:
@@ -63,13 +67,12 @@ def run(
     ranks: int = 1,
     at: Line | None = None,
     number: signal.Signals = signal.SIGKILL,
-    signalled: int = 0,
 ) -> tuple[list[Line], list[Outcome]]:
     """Run an example on new processes; return what rank 0 printed, and how each rank ended."""
     folder.mkdir(exist_ok=True)
     texts = [str(argument) for argument in arguments]
     backend = "gloo" if ranks > 1 else None
-    outcomes = run_ranks(ranks, run_script, script, texts, folder, at or {}, number, signalled, backend=backend)
+    outcomes = run_ranks(ranks, run_script, script, texts, folder, ranks, at or {}, number, backend=backend)
     return [json.loads(line) for line in (folder / "output-0.jsonl").read_text().splitlines()], outcomes
 
 
@@ -83,8 +86,15 @@ def complete(script: str, *arguments: str | Path, **options: Any) -> list[Line]:
 def killed(script: str, *arguments: str | Path, **options: Any) -> list[Line]:
     """Run an example until it is killed; return what it had printed."""
     lines, outcomes = run(script, *arguments, **options)
-    assert outcomes[0].exit_code == -signal.SIGKILL, outcomes
+    assert [outcome.exit_code for outcome in outcomes] == [-signal.SIGKILL] * len(outcomes), outcomes
     return lines
+
+
+def refused(script: str, *arguments: str | Path, **options: Any) -> BaseException:
+    """Run an example that ends with an error; return that error."""
+    _, outcomes = run(script, *arguments, **options)
+    assert outcomes[0].error is not None, outcomes
+    return outcomes[0].error
 
 
 def by_step(lines: list[Line]) -> dict[int, Line]:
@@ -149,3 +159,88 @@ def test_ppo_names_its_checkpoints_by_their_reward_and_keeps_the_best(
     best = max((5, 10, 15, 20, 25, 30, 35), key=lambda step: (lines[step]["reward"], step))
     assert best in [checkpoint.step for checkpoint in kept]
     assert (run / "best").resolve().name == f"step-{best:09d}"
+
+
+LOOP = "config_loop/train.py"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the run that base.toml makes."""
+    folder = tmp_path_factory.mktemp("base")
+    lines = by_step(complete(LOOP, EXAMPLES / "config_loop/base.toml", folder=folder))
+    assert lines[59]["val_loss"] < lines[10]["val_loss"]
+    return folder / "runs/base"
+
+
+def tuning(base: Path, folder: Path, old: str = "", new: str = "") -> tuple[str, Path]:
+    """Copy tune.toml and the run that it starts from into a folder; return how it is started."""
+    text = (EXAMPLES / "config_loop/tune.toml").read_text()
+    assert old in text
+    folder.mkdir(exist_ok=True)
+    (folder / "tune.toml").write_text(text.replace(old, new) if old else text)
+    if not (folder / "runs/base").exists():
+        shutil.copytree(base, folder / "runs/base", symlinks=True)
+    return LOOP, folder / "tune.toml"
+
+
+def preempted(*arguments: str | Path, **options: Any) -> list[Line]:
+    """Run an example until a signal ends it; return what it printed. It asks to be put into the queue again."""
+    lines, outcomes = run(*arguments, **options)  # type: ignore[arg-type]
+    assert [outcome.unwrap() for outcome in outcomes] == [75] * len(outcomes)
+    return lines
+
+
+@pytest.mark.guarantee("G8")
+def test_the_config_loop_resumes_exactly_after_a_kill_of_two_sharded_ranks(base: Path, tmp_path: Path) -> None:
+    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "killed"
+    expected = complete(*tuning(base, undisturbed), folder=undisturbed, ranks=2)
+    before = killed(*tuning(base, disturbed), folder=disturbed, ranks=2, at={"step": 14})
+    after = complete(*tuning(base, disturbed), folder=disturbed, ranks=2)
+
+    assert {"resumed_from": 12, "ranks": 2} in after
+    assert sorted(by_step(after)) == list(range(13, 30))
+    assert {**by_step(before), **by_step(after)} == by_step(expected)
+    assert state_of(disturbed / "runs/tuned") == state_of(undisturbed / "runs/tuned")
+    stored = state_of(disturbed / "runs/tuned")["tensors"]
+    assert {name for name in stored if name.startswith("model.")} == {"model.head.weight", "model.head.bias"}
+
+
+@pytest.mark.guarantee("G8")
+def test_the_config_loop_asks_to_be_requeued_wherever_a_signal_finds_it(base: Path, tmp_path: Path) -> None:
+    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "preempted"
+    expected = complete(*tuning(base, undisturbed), folder=undisturbed)
+    run = disturbed / "runs/tuned"
+
+    start = tuning(base, disturbed)
+    assert not by_step(preempted(*start, folder=disturbed, at={"warm_up": 0}, number=signal.SIGTERM))
+    assert not holdfast.checkpoints(run)
+
+    lines = preempted(*start, folder=disturbed, at={"evaluated": 2}, number=signal.SIGUSR1)
+    assert lines[-2] == {"evaluated": 2}
+    unevaluated = holdfast.resolve(run)
+    assert (unevaluated.step, unevaluated.progress["unevaluated"]) == (4, True)
+    assert set(unevaluated.metrics) == {"loss"}
+
+    lines += preempted(*start, folder=disturbed, at={"step": 10}, number=signal.SIGTERM)
+    assert holdfast.resolve(run).step == 10
+    assert holdfast.resolve(run, "best:val_loss").step in (4, 8)
+
+    lines += complete(*start, folder=disturbed)
+    assert by_step(lines) == by_step(expected)
+    assert state_of(run) == state_of(undisturbed / "runs/tuned")
+
+
+def test_the_config_loop_refuses_another_base_and_another_freeze(base: Path, tmp_path: Path) -> None:
+    killed(*tuning(base, tmp_path), folder=tmp_path, at={"step": 5})
+    other = tuning(base, tmp_path, 'freeze = ["embedding.*", "body.*"]', 'freeze = ["embedding.*"]')
+    error = refused(*other, folder=tmp_path)
+    assert isinstance(error, holdfast.GuardMismatchError)
+    assert "frozen" in str(error)
+
+    error = refused(*tuning(base, tmp_path, "@best:val_loss", "@50"), folder=tmp_path)
+    assert isinstance(error, holdfast.GuardMismatchError)
+
+    misspelt = tuning(base, tmp_path, "every_steps = 4", "every_step = 4")
+    error = refused(*misspelt, folder=tmp_path)
+    assert "did you mean 'save.every_steps'?" in str(error)
