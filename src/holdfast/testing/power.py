@@ -169,6 +169,13 @@ class PowerLossDisk(Disk):
             super().link(folder, name, new_name)
             self.model.name(self.model.folder(folder).now[name], folder, new_name, path)
 
+    def link_between(self, folder: int, name: str, new_folder: int, new_name: str) -> None:
+        with self.model.lock:
+            self.model.begin("link", self.model.folder(new_folder).path_of(new_name))
+            super().link_between(folder, name, new_folder, new_name)
+            # A second name of the same file: it keeps its path, and what was synced of its bytes.
+            self.model.folder(new_folder).change({new_name: self.model.folder(folder).now[name]})
+
     def rename_exclusive(self, folder: int, name: str, new_name: str) -> None:
         with self.model.lock:
             path = self.model.begin("rename_exclusive", self.model.folder(folder).path_of(new_name))

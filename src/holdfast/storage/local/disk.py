@@ -88,6 +88,10 @@ class Disk:
         """Give a file a second name; `FileExistsError` when it is taken."""
         os.link(name, new_name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
 
+    def link_between(self, folder: int, name: str, new_folder: int, new_name: str) -> None:
+        """Give a file of one folder a second name in another; `FileExistsError` when it is taken."""
+        os.link(name, new_name, src_dir_fd=folder, dst_dir_fd=new_folder, follow_symlinks=False)
+
     def rename_exclusive(self, folder: int, name: str, new_name: str) -> None:
         """Rename; `FileExistsError` when the new name is taken, which a plain rename would silently replace."""
         # Imported here: few file systems need it, and it costs more than the rest of this module together.
