@@ -28,7 +28,7 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.ondisk import paths
-from holdfast.ondisk.manifest import MeshRecord, TensorRecord, TreeRecord
+from holdfast.ondisk.manifest import MeshRecord
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.events import Event, Observer
@@ -155,23 +155,7 @@ class Coordinator:
         self._number += 1
         self._structures = [summary.structure for summary in self._summaries]
         self._pattern = _pattern(self._summaries)
-        self.listing = Listing(
-            tuple(
-                TensorRecord(name=leaf.name, dtype=leaf.dtype, shape=leaf.shape, chunks=(), sharded=leaf.sharded)
-                for leaf in planned.leaves
-            ),
-            tuple(
-                TreeRecord(
-                    component=tree.component,
-                    kind=tree.kind,
-                    file=tree.file,
-                    scope=tree.scope,
-                    type=tree.type,
-                    model=tree.model,
-                )
-                for tree in planned.trees
-            ),
-        )
+        self.listing = Listing.of(planned)
         if self._monitor.knows(planned.replicas, self._summaries):
             return self._start(request, planned.assignments)
         self._monitor.begin(planned.replicas, planned.compared)
