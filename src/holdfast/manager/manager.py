@@ -198,6 +198,7 @@ class CheckpointManager:
         tag: str | None = None,
         epoch: int | None = None,
         resave: bool = False,
+        components: Sequence[str] | None = None,
         wait: bool = False,
     ) -> SaveHandle:
         """Save the state after `step` was done. A step that this line of the run has committed is not written again;
@@ -207,10 +208,22 @@ class CheckpointManager:
         error yet, the error is raised here and nothing is saved; the next save works. `wait` returns only when the
         checkpoint is committed, which in sync mode is always so. `epoch` is how many epochs are done by now; without
         it, the last that was named.
+
+        `components`, with `resave`, names those to store anew: the new checkpoint takes the rest over from the one of
+        this step that was saved or restored last, whatever the live state of the others is by now. It is written
+        before the call returns, and costs about as many bytes as these components have. What of metrics, progress,
+        extra, guards and epoch is not given is that checkpoint's; its tags are not taken over.
         """
         self._lifetime.require_open()
         given = SaveArguments(
-            metrics=metrics, progress=progress, extra=extra, guards=guards, tag=tag, epoch=epoch, resave=resave
+            metrics=metrics,
+            progress=progress,
+            extra=extra,
+            guards=guards,
+            tag=tag,
+            epoch=epoch,
+            resave=resave,
+            components=components,
         )
         handle = self._saves.save(step, given)
         if wait:

@@ -18,6 +18,7 @@ from holdfast.manager.arguments import (
     check_epoch,
     checked_assets,
     checked_links,
+    checked_part,
     encoded,
     encoded_config,
     encoded_metrics,
@@ -70,6 +71,7 @@ class SaveArguments:
     tag: str | None = None
     epoch: int | None = None
     resave: bool = False
+    components: Sequence[str] | None = None
 
 
 class Saves:
@@ -84,6 +86,8 @@ class Saves:
     def save(self, step: int, given: SaveArguments) -> SaveHandle:
         """Save on all ranks. A step that the line of the run has is not written; its checkpoint is annotated."""
         step = plain_step(step)
+        if given.components is not None:
+            return self._save_part(step, given)
         self._warn_of_new_line()
         pending = self._run.saver.save(step, lambda: self._request(step, given))
         self._run.pace.note_save()
@@ -93,6 +97,12 @@ class Saves:
             pending = self._run.saver.save(step, lambda: self._request(step, replace(given, resave=True)))
         if pending.skipped and (given.progress or given.extra or given.guards) and self._run.ranks.rank == 0:
             logger.warning("step %d was committed before; its progress, extra and guards stay as they are", step)
+        return SaveHandle(pending, self._run.catalog)
+
+    def _save_part(self, step: int, given: SaveArguments) -> SaveHandle:
+        """Save some components anew, as a later checkpoint of the step."""
+        names = f"components {given.components!r:.200}"
+        pending = self._run.saver.save_part(step, names, lambda: self._part_request(step, given))
         return SaveHandle(pending, self._run.catalog)
 
     def _warn_of_new_line(self) -> None:
@@ -134,22 +144,41 @@ class Saves:
 
     def _request(self, step: int, given: SaveArguments) -> SaveRequest:
         self._run.reports.settle()
+        epoch = check_epoch(given.epoch) if given.epoch is not None else self._run.pace.epoch
         return SaveRequest(
             step=check_step(step),
             components=self._run.components.live,
             pipeline_stage=self._run.components.pipeline_stage,
-            metadata=UserMetadata(
-                metrics=encoded_metrics(given.metrics),
-                progress=encoded("progress", given.progress),
-                extra=encoded("extra", given.extra),
-                config=self._stored.config,
-                guards={**encoded("guards", given.guards), **self._run.components.carried_guards()},
-                tags=() if given.tag is None else (check_tag(given.tag),),
-                epoch=check_epoch(given.epoch) if given.epoch is not None else self._run.pace.epoch,
-                ranking=self._stored.ranking,
-            ),
+            metadata=self._metadata(given, epoch, self._run.components.carried_guards()),
             assets=self._stored.assets,
             links=self._stored.links is not False,
             resave=given.resave,
             carried=self._run.components.carried(),
+        )
+
+    def _part_request(self, step: int, given: SaveArguments) -> SaveRequest:
+        """Return the request for the components that the caller names. What is not given anew is the parent's: its
+        assets, its epoch, and the guards of what is carried on."""
+        names = checked_part(given.components, resave=given.resave)
+        self._run.reports.settle()
+        return SaveRequest(
+            step=check_step(step),
+            components=self._run.components.live,
+            pipeline_stage=self._run.components.pipeline_stage,
+            metadata=self._metadata(given, check_epoch(given.epoch), {}),
+            links=self._stored.links is not False,
+            resave=True,
+            only=names,
+        )
+
+    def _metadata(self, given: SaveArguments, epoch: int | None, guards: Mapping[str, Any]) -> UserMetadata:
+        return UserMetadata(
+            metrics=encoded_metrics(given.metrics),
+            progress=encoded("progress", given.progress),
+            extra=encoded("extra", given.extra),
+            config=self._stored.config,
+            guards={**encoded("guards", given.guards), **guards},
+            tags=() if given.tag is None else (check_tag(given.tag),),
+            epoch=epoch,
+            ranking=self._stored.ranking,
         )

@@ -93,6 +93,11 @@ class Checkpoint:
             )
             return saved
 
+    @property
+    def encoded_metrics(self) -> dict[str, Any]:
+        """Return the metrics of the save and those that were reported later, as the manifest stores them."""
+        return {**self.head.metrics, **self._noted.metrics}
+
     @cached_property
     def known_metrics(self) -> Mapping[str, Any]:
         """Return the metrics for a comparison of several checkpoints: none, with a warning, where they

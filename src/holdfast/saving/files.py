@@ -40,9 +40,7 @@ class FileLayout:
     parts: tuple[int, ...]
 
 
-def lay_out(
-    inventory: Inventory, assignment: WriteAssignment, *, rank: int, first_part: int = 0
-) -> list[FileLayout]:
+def lay_out(inventory: Inventory, assignment: WriteAssignment, *, rank: int, first_part: int = 0) -> list[FileLayout]:
     """Return the tensor files that this rank writes. They are the same as long as the structure of the state is.
 
     Tensors of components with values of their own, such as the state of an evaluation, are in a file of their own: a
@@ -77,9 +75,7 @@ def with_sources(files: Sequence[FileLayout], memory: Sequence[Any]) -> list[Ten
     return [TensorFile(file.name, file.frame, [source_of(memory[part]) for part in file.parts]) for file in files]
 
 
-def streamed_files(
-    sources: Mapping[FramedChunk, Pieces], *, rank: int, first_part: int = 0
-) -> list[TensorFile]:
+def streamed_files(sources: Mapping[FramedChunk, Pieces], *, rank: int, first_part: int = 0) -> list[TensorFile]:
     """Return the tensor files of chunks whose bytes come in pieces, in this order as far as one file cannot hold
     all."""
     files = []

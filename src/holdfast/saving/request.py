@@ -28,7 +28,8 @@ COMPARED_ARGUMENTS = {
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
-    """What to save: the live objects, and the metadata of the checkpoint, encoded. The saver sets `ancestry`."""
+    """What to save: the live objects, and the metadata of the checkpoint, encoded. The saver sets `ancestry`. `only`:
+    the components that are stored anew, where the rest is taken over from the checkpoint before."""
 
     step: int
     components: Mapping[str, Any]
@@ -39,6 +40,7 @@ class SaveRequest:
     resave: bool = False
     carried: Sequence[CarriedTree] = ()
     ancestry: Ancestry = field(default_factory=Ancestry)
+    only: tuple[str, ...] = ()
 
 
 def argument_digests(metadata: UserMetadata) -> tuple[str, ...]:
