@@ -44,7 +44,7 @@ ELSEWHERE = {
     "formats/weights/meta": "tests/unit/formats/weights/test_load.py tests/distributed/test_load_weights.py",
     "formats/weights/report": "tests/unit/formats/weights/test_load.py",
     # Each with the real framework.
-    "integrations": "tests/integrations/test_observers.py",
+    "integrations": "tests/integrations/test_observers.py tests/integrations/test_ray.py",
     # Parts of one step, tested through the step.
     "loading/arrays": "tests/unit/loading/test_reader.py",
     "loading/components": "tests/behaviour/test_strictness.py tests/unit/manager/test_manager.py",
@@ -75,7 +75,6 @@ ELSEWHERE = {
     "saving/commit": "tests/crash/test_after_the_manifest.py tests/crash/test_crash_points.py",
     "saving/committed_steps": "tests/behaviour/test_lineage.py tests/behaviour/test_removed_steps.py",
     "saving/completion": "tests/behaviour/test_lineage.py",
-    "saving/files": "tests/unit/manager/test_manager.py",
     "saving/pipeline": "tests/behaviour/test_async.py tests/behaviour/test_life_in_one_process.py",
     "saving/stage": "tests/behaviour/test_async.py tests/gpu/test_async_gpu.py",
     "saving/sync_saver": "tests/crash/test_crash_points.py tests/distributed/test_failures.py",

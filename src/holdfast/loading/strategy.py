@@ -33,7 +33,8 @@ class LoadStrategy:
         as it is, and any other difference is listed as accepted.
     on_missing: a component that the checkpoint does not have is an "error", or "skip" lists it and goes on.
     on_world_change: what happens to per-rank state when the number of ranks is another one: "error"; "skip" leaves the
-        live state; "adapt" hands all old ranks' states to the component's `load_world_state(states, index, count)`.
+        live state; "adapt" hands all old ranks' states to the component's `load_world_state(states, index, count)`,
+        once no rank's `check_world_state`, where the component has one, has refused them.
     on_guard_mismatch: "error", or "warn" to log it and go on.
     progress: take the step and the counters along; without them the run starts at step 0.
     rename: how names of the models' leaves in the checkpoint become names of the live ones, without the component in

@@ -6,12 +6,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import os
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
 from enum import Enum
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import numpy
@@ -29,7 +27,7 @@ from holdfast.runs.link_names import LinkTemplate
 from holdfast.runs.retention import KeepPolicy
 from holdfast.saving.plan import Replicas
 from holdfast.saving.stage import ChosenMode
-from holdfast.state.names import cuts_of, kind_of, refuse_flat_parameters
+from holdfast.state.names import cuts_of, kind_of, refuse_flat_parameters, refuse_same_objects
 from holdfast.state.rng import RNGState
 from holdfast.state.state_dicts import check_components
 from holdfast.state.tensors import inline_text
@@ -47,7 +45,6 @@ __all__ = [
     "check_policies",
     "check_stage",
     "check_timeout",
-    "checked_assets",
     "checked_components",
     "checked_links",
     "checked_observers",
@@ -306,21 +303,9 @@ def checked_components(state: Mapping[str, Any], rng: bool) -> dict[str, Any]:
         if isinstance(component, Sharded):
             cuts_of(name, components)
     check_covers(components)
+    refuse_same_objects(components)
     check_components(components, components)
     return components
-
-
-def checked_assets(assets: Sequence[str | os.PathLike[str]]) -> tuple[Path, ...]:
-    """Return the paths of the assets. One that does not exist, or a name that occurs twice, is an error."""
-    if isinstance(assets, str | os.PathLike):
-        raise UsageError("assets takes a list of paths")
-    paths = tuple(Path(asset).resolve() for asset in assets)
-    for path in paths:
-        if not path.exists():
-            raise UsageError(f"the asset {path} is not there")
-    if len({path.name for path in paths}) != len(paths):
-        raise UsageError("two assets have the same name")
-    return paths
 
 
 def agree_on(label: str, words: list[str]) -> None:

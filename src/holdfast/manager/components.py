@@ -25,7 +25,7 @@ from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.readers import reading
 from holdfast.runs.selector import Selector
-from holdfast.state.names import cuts_of, follow_models, kind_of, refuse_flat_parameters, unwrap
+from holdfast.state.names import cuts_of, follow_models, kind_of, refuse_flat_parameters, refuse_same_objects, unwrap
 from holdfast.state.state_dicts import check_components
 from holdfast.state.trees import CarriedTree
 from holdfast.state.wrappers import Sharded, check_covers
@@ -153,6 +153,7 @@ class Components:
             raise UsageError(f"there is a component '{name}' already")
         components = {**self.live, name: component}
         check_covers(components)
+        refuse_same_objects(components)
         refuse_flat_parameters(name, component)
         if isinstance(component, Sharded):
             cuts_of(name, components)

@@ -22,6 +22,7 @@ from holdfast.manager.arguments import (
     check_timeout,
     checked_observers,
 )
+from holdfast.manager.assets import AssetsArgument
 from holdfast.manager.components import Components
 from holdfast.manager.lifetime import Lifetime
 from holdfast.manager.open_run import OpenRun
@@ -60,7 +61,8 @@ class CheckpointManager:
         next step of the optimizers in `state` waits for them on the device. "async_device": the same from a clone on
         the GPU, where its memory allows. "auto" takes the best asynchronous one for the devices that hold the state.
     rng: keep the random state of every rank, as the component "rng".
-    config: the run's configuration, stored with every checkpoint. assets: files and folders stored with it.
+    config: the run's configuration, stored with every checkpoint. assets: files and folders stored with it, or a
+        mapping of names to paths or bytes. `save` takes further ones.
     resume: "auto" starts fresh when there is nothing to restore, "required" makes that an error, "never" always starts
         fresh.
     process_group: the ranks that save together, all by default. pipeline_stage: this rank's stage, when the stages'
@@ -92,7 +94,7 @@ class CheckpointManager:
         mode: ChosenMode = "auto",
         rng: bool = True,
         config: Any = None,
-        assets: Sequence[str | os.PathLike[str]] = (),
+        assets: AssetsArgument = (),
         resume: Resume = "auto",
         process_group: Any = None,
         pipeline_stage: int | None = None,
@@ -106,6 +108,7 @@ class CheckpointManager:
         replicas: Replicas = "compare",
     ) -> None:
         check_timeout(timeout)
+        self.keep = keep
         ranks = torch_ranks(process_group, timeout_seconds=timeout)
 
         def introduce() -> Introduction:
@@ -197,6 +200,7 @@ class CheckpointManager:
         guards: Mapping[str, Any] | None = None,
         tag: str | None = None,
         epoch: int | None = None,
+        assets: AssetsArgument | None = None,
         resave: bool = False,
         components: Sequence[str] | None = None,
         wait: bool = False,
@@ -208,6 +212,10 @@ class CheckpointManager:
         error yet, the error is raised here and nothing is saved; the next save works. `wait` returns only when the
         checkpoint is committed, which in sync mode is always so. `epoch` is how many epochs are done by now; without
         it, the last that was named.
+
+        `assets` are files of this one checkpoint, beside those of the manager: a list of paths of files and folders,
+        or a mapping of names to paths or bytes. Rank 0's are stored, as they are in this call: it reads them all, into
+        the memory of the staged state in the asynchronous modes, so what is written to a file later does not count.
 
         `components`, with `resave`, names those to store anew: the new checkpoint takes the rest over from the one of
         this step that was saved or restored last, whatever the live state of the others is by now. It is written
@@ -222,6 +230,7 @@ class CheckpointManager:
             guards=guards,
             tag=tag,
             epoch=epoch,
+            assets=assets,
             resave=resave,
             components=components,
         )

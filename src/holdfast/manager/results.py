@@ -28,6 +28,14 @@ class SaveHandle:
         self._checkpoint: Checkpoint | None = None
 
     @property
+    def path(self) -> str:
+        """Return where the checkpoint lies once it is committed: the `path` of the `Checkpoint`, the same on all ranks.
+        Of a step that was committed before, it is that of its checkpoint. Until `wait` returns there may be nothing at
+        it, or files without a manifest. A save that failed leaves no checkpoint at it; the next save of the step may.
+        """
+        return self._catalog.path_of(self._pending.folder)
+
+    @property
     def skipped(self) -> bool:
         """Return whether the step was committed before, so that nothing was written."""
         return self._pending.skipped

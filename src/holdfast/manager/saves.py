@@ -6,7 +6,6 @@ Knows what a manager stores with every checkpoint; the save itself is the saver'
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,6 @@ from holdfast.errors import HoldfastError, RunInUseError, StorageError, UsageErr
 from holdfast.manager.annotating import Annotator
 from holdfast.manager.arguments import (
     check_epoch,
-    checked_assets,
     checked_links,
     checked_part,
     encoded,
@@ -24,6 +22,7 @@ from holdfast.manager.arguments import (
     encoded_metrics,
     plain_step,
 )
+from holdfast.manager.assets import AssetsArgument, check_apart, checked_assets, named_assets
 from holdfast.manager.open_run import OpenRun
 from holdfast.manager.restores import Resume
 from holdfast.manager.results import SaveHandle
@@ -42,18 +41,16 @@ __all__ = ["SaveArguments", "Saves", "Stored"]
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What a manager stores with every checkpoint: the encoded configuration, the paths of the assets, the links that
-    lead to it, and the metrics by which `best` is ranked."""
+    """What a manager stores with every checkpoint: the encoded configuration, the assets by name, the links that lead
+    to it, and the metrics by which `best` is ranked."""
 
     config: Json
-    assets: tuple[Path, ...]
+    assets: Mapping[str, Path | bytes]
     links: bool | LinkTemplate
     ranking: Ranking
 
     @classmethod
-    def checked(
-        cls, config: Any, assets: Sequence[str | os.PathLike[str]], links: object, keep: KeepPolicy | None
-    ) -> Stored:
+    def checked(cls, config: Any, assets: AssetsArgument, links: object, keep: KeepPolicy | None) -> Stored:
         """Return what is stored, from a manager's arguments."""
         ranking = keep.metrics if keep is not None else ()
         return cls(encoded_config(config), checked_assets(assets), checked_links(links), ranking)
@@ -70,6 +67,7 @@ class SaveArguments:
     guards: Mapping[str, Any] | None = None
     tag: str | None = None
     epoch: int | None = None
+    assets: AssetsArgument | None = None
     resave: bool = False
     components: Sequence[str] | None = None
 
@@ -97,6 +95,12 @@ class Saves:
             pending = self._run.saver.save(step, lambda: self._request(step, replace(given, resave=True)))
         if pending.skipped and (given.progress or given.extra or given.guards) and self._run.ranks.rank == 0:
             logger.warning("step %d was committed before; its progress, extra and guards stay as they are", step)
+        if pending.skipped and given.assets and self._run.ranks.rank == 0:
+            logger.warning(
+                "step %d was committed before, and its assets stay as they are: those of this save are not stored; "
+                "resave=True stores them, in a later checkpoint of the step",
+                step,
+            )
         return SaveHandle(pending, self._run.catalog)
 
     def _save_part(self, step: int, given: SaveArguments) -> SaveHandle:
@@ -145,12 +149,14 @@ class Saves:
     def _request(self, step: int, given: SaveArguments) -> SaveRequest:
         self._run.reports.settle()
         epoch = check_epoch(given.epoch) if given.epoch is not None else self._run.pace.epoch
+        names = tuple(named_assets(given.assets))
         return SaveRequest(
             step=check_step(step),
             components=self._run.components.live,
             pipeline_stage=self._run.components.pipeline_stage,
             metadata=self._metadata(given, epoch, self._run.components.carried_guards()),
-            assets=self._stored.assets,
+            assets=self._assets(given),
+            asset_names=names,
             links=self._stored.links is not False,
             resave=given.resave,
             carried=self._run.components.carried(),
@@ -160,12 +166,15 @@ class Saves:
         """Return the request for the components that the caller names. What is not given anew is the parent's: its
         assets, its epoch, and the guards of what is carried on."""
         names = checked_part(given.components, resave=given.resave)
+        asset_names = tuple(named_assets(given.assets))
         self._run.reports.settle()
         return SaveRequest(
             step=check_step(step),
             components=self._run.components.live,
             pipeline_stage=self._run.components.pipeline_stage,
             metadata=self._metadata(given, check_epoch(given.epoch), {}),
+            assets={name: content for name, content in self._assets(given).items() if name in asset_names},
+            asset_names=asset_names,
             links=self._stored.links is not False,
             resave=True,
             only=names,
@@ -182,3 +191,17 @@ class Saves:
             epoch=epoch,
             ranking=self._stored.ranking,
         )
+
+    def _assets(self, given: SaveArguments) -> Mapping[str, Path | bytes]:
+        """Return the assets of the manager and of this save, on rank 0. One that the manager has cannot be replaced."""
+        if self._run.ranks.rank != 0:
+            return {}
+        own, more = self._stored.assets, checked_assets(given.assets)
+        for name in more:
+            if name in own:
+                raise UsageError(
+                    f"the save gives the asset '{name}', and the manager stores one of that name with every checkpoint",
+                    advice="give one of them another name",
+                )
+        check_apart({**own, **more})
+        return {**own, **more}

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 from holdfast.errors import UsageError
 from holdfast.loading.strategy import OPTIMIZERS, LoadStrategy
 from holdfast.manager.arguments import check_metrics, checked_part
+from holdfast.manager.assets import named_assets
 from holdfast.manager.saves import SaveArguments
 from holdfast.ondisk.paths import check_component_name, check_step
 from holdfast.runs.selector import check_tag, parse_selector
@@ -26,7 +27,7 @@ class SaveContext(SaveArguments):
 
     state: the components by name; None stands for those that the manager was built with.
     epoch: for policies that count epochs. What should come back with a resume belongs into `progress`.
-    metrics, progress, extra, guards, tag, resave, components, wait: as for `CheckpointManager.save`.
+    metrics, progress, extra, guards, tag, assets, resave, components, wait: as for `CheckpointManager.save`.
     """
 
     step: int
@@ -44,6 +45,7 @@ class SaveContext(SaveArguments):
             raise UsageError(f"epoch={epoch!r:.100}", advice="give the epoch's number, from 0 on")
         if self.tag is not None:
             check_tag(self.tag)
+        named_assets(self.assets)
         for name in ("resave", "wait"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{name}={getattr(self, name)!r:.100}", advice="use True or False")

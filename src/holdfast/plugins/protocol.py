@@ -7,7 +7,6 @@ that implements them. The built-in class is made in the same way as any other, a
 
 from __future__ import annotations
 
-import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from holdfast.errors import CheckpointNotFoundError, StateMismatchError, UsageError
 from holdfast.loading.strategy import MODULES, OPTIMIZERS, LoadStrategy
+from holdfast.manager.assets import AssetsArgument
 from holdfast.manager.functions import resolve
 from holdfast.manager.manager import CheckpointManager
 from holdfast.manager.results import RestoreResult, SaveHandle
@@ -103,7 +103,7 @@ class HoldfastManager:
         storage: Storage | None = None,
         on_event: Callable[[Event], None] | None = None,
         config_to_store: Any = None,
-        assets: Sequence[str | os.PathLike[str]] = (),
+        assets: AssetsArgument = (),
     ) -> None:
         run = config.run if config.run is not None else storage
         if run is None:
@@ -268,7 +268,7 @@ def create_checkpoint_manager(
     storage: Storage | None = None,
     on_event: Callable[[Event], None] | None = None,
     config_to_store: Any = None,
-    assets: Sequence[str | os.PathLike[str]] = (),
+    assets: AssetsArgument = (),
     allowed_packages: Sequence[str] | None = None,
 ) -> CheckpointManagerProtocol:
     """Return the manager that the config names, or the built-in one, as `manager_class(config, state=..., ...)`.

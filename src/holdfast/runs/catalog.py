@@ -154,6 +154,10 @@ class Catalog:
         head = _UnreadHead(self, folder, step, digest, sequence=sequence, size_bytes=size_bytes)
         return Checkpoint(cast(ManifestHead, head), digest, self.storage)
 
+    def path_of(self, folder: str) -> str:
+        """Return the path or the URL of a checkpoint's folder, whether or not it is committed by now."""
+        return f"{self.storage.url}/{folder}"
+
     def annotated(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return the checkpoint with the notes that there are on it now."""
         return self._with_notes(checkpoint, self.annotations.names_by_folder())

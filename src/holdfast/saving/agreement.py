@@ -131,6 +131,7 @@ class Agreement:
             machine=machine_name(),
             ranks_here=ranks_here(),
             argument_digests=argument_digests(ready.request.metadata) if self._ranks.size > 1 else (),
+            asset_names=ready.request.asset_names if self._ranks.size > 1 else (),
         )
 
     def _begin(self, prepared: Prepared | BaseException, summaries: list[StateSummary]) -> SavePlan:

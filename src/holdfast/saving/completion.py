@@ -55,7 +55,7 @@ class Completion:
         # Read it now, while it is the newest, which is never removed.
         with contextlib.suppress(HoldfastError):
             pending.checkpoint = self._catalog.read(saved.folder)
-        path = f"{self._catalog.storage.url}/{saved.folder}"
+        path = self._catalog.path_of(saved.folder)
         if self._rank == 0:
             logger.info(
                 "committed step %d: %.1f MiB in %.2f s to %s",

@@ -12,7 +12,7 @@ import threading
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from msgspec.structs import replace
@@ -52,6 +52,17 @@ __all__ = ["Coordinator"]
 _ROOM_FOR_RECORDS_BYTES = 1 << 20
 _ROOM_FOR_HEADERS_BYTES = 16 << 20
 _SHOWN_RANKS = 8
+
+
+class GivenArguments(Protocol):
+    """What a rank tells of the arguments of a save: digests in the order of `COMPARED_ARGUMENTS`, and the names of its
+    assets."""
+
+    @property
+    def argument_digests(self) -> tuple[str, ...]: ...
+
+    @property
+    def asset_names(self) -> tuple[str, ...]: ...
 
 
 class Coordinator:
@@ -101,7 +112,7 @@ class Coordinator:
         """Decide whether there is anything to write, and whether the plan of the last save holds."""
         if all(summary.unreported for summary in summaries):
             return SavePlan(unreported=True)
-        self.compare_arguments([summary.argument_digests for summary in summaries])
+        self.compare_arguments(summaries)
         if self._lease is not None:
             # First of all: what is committed now may be another writer's.
             self.hold_run()
@@ -118,18 +129,27 @@ class Coordinator:
             return SavePlan()
         return self._start(request, ())
 
-    def compare_arguments(self, digests: Sequence[tuple[str, ...]]) -> None:
-        """Warn, once, of arguments that another rank gave and that are not stored, because rank 0's are. The digests of
-        each rank's arguments are in the order of `COMPARED_ARGUMENTS`."""
-        if all(of_rank == digests[0] for of_rank in digests):
+    def compare_arguments(self, given: Sequence[GivenArguments]) -> None:
+        """Warn, once, of arguments that another rank gave and that are not stored, because rank 0's are."""
+        first = given[0]
+        if all(
+            of_rank.argument_digests == first.argument_digests and of_rank.asset_names == first.asset_names
+            for of_rank in given
+        ):
             return
         texts = []
-        for rank, of_rank in enumerate(digests):
-            pairs = zip(COMPARED_ARGUMENTS, of_rank, digests[0], strict=True)
+        for rank, of_rank in enumerate(given):
+            pairs = zip(COMPARED_ARGUMENTS, of_rank.argument_digests, first.argument_digests, strict=True)
             lost = {name: own for name, given, own in pairs if given and given != own}
+            if of_rank.asset_names and of_rank.asset_names != first.asset_names:
+                lost["assets"] = ", ".join(first.asset_names)
             if lost.get("tag") == "":
                 raise UsageError(
                     f"rank {rank} gives a tag and rank 0 gives none", advice="give the tag on rank 0, or on all ranks"
+                )
+            if lost.get("assets") == "":
+                raise UsageError(
+                    f"rank {rank} gives assets and rank 0 gives none", advice="give them on rank 0, or on all ranks"
                 )
             texts += [f"{', '.join(lost)} on rank {rank}"] if lost else []
         if texts and not self._warned_of_arguments:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.errors import UsageError
+from holdfast.errors import SaveFailedError, UsageError
 from holdfast.ondisk import paths
 from holdfast.ondisk.codec import Json
 from holdfast.ondisk.files import Pieces, PlainFile, TensorFile
@@ -107,7 +107,7 @@ def plain_files(
     assignment: WriteAssignment,
     rank: int,
     trees: Sequence[TreePlan],
-    assets: Sequence[Path],
+    assets: Mapping[str, Path | bytes],
     *,
     first_part: int = 0,
 ) -> list[PlainFile]:
@@ -131,20 +131,48 @@ def values_file(name: str, trees: Mapping[str, Json | msgspec.Raw]) -> PlainFile
     return PlainFile(name, len(data), lambda: iter((memoryview(data),)))
 
 
-def asset_files(assets: Sequence[Path]) -> list[PlainFile]:
-    """Return every file of the given files and folders, under its own name."""
+def asset_files(assets: Mapping[str, Path | bytes]) -> list[PlainFile]:
+    """Return every asset as a file under its name; of a folder, every file in it, under the name of the folder."""
     found = []
-    for asset in assets:
-        if not asset.exists():
-            raise UsageError(f"the asset {asset} is not there any more")
-        for path in sorted(asset.rglob("*")) if asset.is_dir() else [asset]:
+    for name, content in assets.items():
+        if isinstance(content, bytes):
+            found.append(_asset_file(name, len(content), partial(_pieces_of_bytes, content)))
+            continue
+        if not content.exists():
+            raise UsageError(f"the asset {content} is not there any more")
+        for path in sorted(content.rglob("*")) if content.is_dir() else [content]:
             if path.is_file():
-                name = paths.safe_relative(f"{paths.ASSETS}/{path.relative_to(asset.parent).as_posix()}")
-                found.append(PlainFile(name, path.stat().st_size, partial(_pieces_of_file, path)))
+                inner = f"{name}/{path.relative_to(content).as_posix()}" if path != content else name
+                found.append(_file_at(inner, path))
     return found
 
 
-def _pieces_of_file(path: Path) -> Iterator[memoryview]:
+def _file_at(name: str, path: Path) -> PlainFile:
+    size_bytes = path.stat().st_size
+    if not size_bytes:
+        # A file of the kernel's, as under /proc, has no size and may have content.
+        content = path.read_bytes()
+        return _asset_file(name, len(content), partial(_pieces_of_bytes, content))
+    return _asset_file(name, size_bytes, partial(_pieces_of_file, path, size_bytes))
+
+
+def _asset_file(name: str, size_bytes: int, pieces: Pieces) -> PlainFile:
+    return PlainFile(paths.safe_relative(f"{paths.ASSETS}/{name}"), size_bytes, pieces)
+
+
+def _pieces_of_bytes(content: bytes) -> Iterator[memoryview]:
+    yield memoryview(content)
+
+
+def _pieces_of_file(path: Path, size_bytes: int) -> Iterator[memoryview]:
+    """Yield as many bytes as the file had when it was listed: a log that grows meanwhile is stored up to there."""
+    left = size_bytes
     with path.open("rb") as file:
-        while piece := file.read(_ASSET_READ_BYTES):
+        while left and (piece := file.read(min(left, _ASSET_READ_BYTES))):
+            left -= len(piece)
             yield memoryview(piece)
+    if left:
+        raise SaveFailedError(
+            f"the asset {path} became {left} bytes shorter while it was read",
+            advice="save when nothing writes to the file any more",
+        )

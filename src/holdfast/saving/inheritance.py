@@ -56,18 +56,18 @@ class Inheritance:
         return [(tensor, chunk) for tensor in self.tensors for chunk in tensor.chunks if chunk.file in names]
 
 
-def inherit(parent: Manifest, components: Collection[str], new_files: Collection[str]) -> Inheritance:
-    """Return what a save of these components takes over. `new_files` are the names of files that it writes itself in
-    the place of the parent's."""
+def inherit(parent: Manifest, components: Collection[str], assets: Collection[str]) -> Inheritance:
+    """Return what a save of these components takes over. `assets` are the names of files and folders that it stores
+    itself, each in the place of what the parent has under that name."""
     tensors = tuple(tensor for tensor in parent.tensors if _component_of(tensor.name) not in components)
     trees = tuple(tree for tree in parent.trees if tree.component not in components)
     wanted = {chunk.file for tensor in tensors for chunk in tensor.chunks} | {tree.file for tree in trees}
     stale = {
         chunk.file for tensor in parent.tensors if _component_of(tensor.name) in components for chunk in tensor.chunks
     }
-    assets = f"{paths.ASSETS}/"
-    files = [file for file in parent.files if file.name in wanted or file.name.startswith(assets)]
-    kept = sorted((file for file in files if file.name not in new_files), key=lambda file: file.name)
+    new = {f"{paths.ASSETS}/{name}" for name in assets}
+    kept = [file for file in parent.files if file.name in wanted or _is_old_asset(file.name, new)]
+    kept.sort(key=lambda file: file.name)
     return Inheritance(
         tuple(file for file in kept if file.name not in stale),
         tuple(file for file in kept if file.name in stale),
@@ -97,6 +97,12 @@ def inherited_versions(versions: dict[str, str], parent: Checkpoint) -> dict[str
     """Return the versions that a manifest states: where the parent's state was imported, a reader must know it."""
     imported = parent.head.versions.get(IMPORTED_FROM)
     return versions if imported is None else {**versions, IMPORTED_FROM: imported}
+
+
+def _is_old_asset(file: str, new: Collection[str]) -> bool:
+    """Return whether a file is an asset that no new one replaces, by its own name or by that of a folder above it."""
+    parts = file.split("/")
+    return parts[0] == paths.ASSETS and not any("/".join(parts[:end]) in new for end in range(2, len(parts) + 1))
 
 
 def _component_of(leaf: str) -> str:

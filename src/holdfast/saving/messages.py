@@ -99,7 +99,7 @@ class StateSummary(msgspec.Struct, frozen=True, array_like=True):
     unreported: the failure of the save before was not raised on this rank yet.
     comparison: the number of the replica sets that this rank has. samples: digests of some of them.
     argument_digests: of the arguments of the save, in the order of `COMPARED_ARGUMENTS`, each empty where the argument
-        was not given; none for a single rank.
+        was not given; none for a single rank. asset_names: those of the assets that this rank's caller gave.
     """
 
     structure: str
@@ -114,6 +114,7 @@ class StateSummary(msgspec.Struct, frozen=True, array_like=True):
     machine: str = ""
     ranks_here: int = 1
     argument_digests: tuple[str, ...] = ()
+    asset_names: tuple[str, ...] = ()
 
 
 class SavePlan(msgspec.Struct, frozen=True, array_like=True):

@@ -56,6 +56,7 @@ class Contribution(msgspec.Struct, frozen=True, array_like=True):
     known: tuple[str, ...]
     unreported: bool
     argument_digests: tuple[str, ...] = ()
+    asset_names: tuple[str, ...] = ()
 
 
 class PartPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -135,7 +136,8 @@ class PartSaver:
                 taken.append(self._capture(request))
             wanted, captured = taken[0]
             digests = argument_digests(wanted.metadata) if self._ranks.size > 1 else ()
-            return Contribution(captured.inventory(), tuple(wanted.components), unreported, digests)
+            known = tuple(wanted.components)
+            return Contribution(captured.inventory(), known, unreported, digests, wanted.asset_names)
 
         with pending.phase("agree"):
             decided = self._ranks.decide(
@@ -176,7 +178,7 @@ class PartSaver:
         """Find the parent and plan. Nothing is written before the plan is complete and there is room for it."""
         if all(contribution.unreported for contribution in contributions):
             return PartPlan(unreported=True)
-        self._coordinator.compare_arguments([contribution.argument_digests for contribution in contributions])
+        self._coordinator.compare_arguments(contributions)
         _require_known(request.only, contributions)
         parent = self._coordinator.parent_of_part(request)
         self._require_usable(parent)
@@ -213,7 +215,7 @@ class PartSaver:
     def _decide(self, request: SaveRequest, parent: Checkpoint, inventories: list[Inventory]) -> _Decided:
         planned = plan(inventories, self._replicas)
         assets = asset_files(request.assets)
-        names = tuple(file.name for file in assets)
+        names = tuple(request.assets)
         inheritance = inherit(parent.manifest, request.only, names)
         first_part = paths.next_part(file.name for file in parent.manifest.files)
         listing = Listing.of(planned, first_part=first_part)
@@ -326,8 +328,8 @@ class PartSaver:
     def _plain_files(self, agreed: AgreedPart, assignment: WriteAssignment) -> list[PlainFile]:
         rank = self._ranks.rank
         trees = self._require_decided().planned.trees if rank == 0 else ()
-        assets = agreed.request.assets if rank == 0 else ()
-        return plain_files(agreed.captured, assignment, rank, trees, assets, first_part=agreed.plan.first_part)
+        assets, first_part = agreed.request.assets, agreed.plan.first_part
+        return plain_files(agreed.captured, assignment, rank, trees, assets, first_part=first_part)
 
     def _read_parent(self, decided: PartPlan) -> Checkpoint:
         parent = self._catalog.read(decided.parent)

@@ -28,14 +28,19 @@ COMPARED_ARGUMENTS = {
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
-    """What to save: the live objects, and the metadata of the checkpoint, encoded. The saver sets `ancestry`. `only`:
-    the components that are stored anew, where the rest is taken over from the checkpoint before."""
+    """What to save: the live objects, and the metadata of the checkpoint, encoded. The saver sets `ancestry`.
+
+    assets: the files and folders beside the state, or their bytes, by the name that each has in the checkpoint; of
+        rank 0 alone. asset_names: the names of those that the caller of this save gave, on whatever rank.
+    only: the components that are stored anew, where the rest is taken over from the checkpoint before.
+    """
 
     step: int
     components: Mapping[str, Any]
     metadata: UserMetadata = field(default_factory=UserMetadata)
     pipeline_stage: int | None = None
-    assets: Sequence[Path] = ()
+    assets: Mapping[str, Path | bytes] = field(default_factory=dict)
+    asset_names: tuple[str, ...] = ()
     links: bool = True
     resave: bool = False
     carried: Sequence[CarriedTree] = ()

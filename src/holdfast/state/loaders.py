@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from holdfast.state.framework_wrappers import loader_inside
 from holdfast.state.names import is_stateful_loader
 from holdfast.state.rng import get_rng_state, set_rng_state
 
@@ -33,6 +34,7 @@ def shield_random_state(component: Any) -> None:
     """
     if not is_stateful_loader(component):
         return
+    component = loader_inside(component)
     _warn_of_stateless_sampler(component)
     if not hasattr(component, _PENDING) or not callable(getattr(type(component), _BUILD, None)):
         logger.warning(
@@ -44,10 +46,23 @@ def shield_random_state(component: Any) -> None:
 
 
 def _warn_of_stateless_sampler(loader: Any) -> None:
-    """Warn of a sampler of torch's own that draws a new order from the global generator and has no state to restore."""
-    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
+    """Warn of a sampler that draws a new order and has no state to restore."""
+    batches: Any = getattr(loader, "batch_sampler", None)
+    # One around another, as Accelerate's share of a rank is, does not pass the state of the inner one on.
+    cut_off = hasattr(batches, "batch_sampler") and not hasattr(batches, "state_dict")
+    while hasattr(batches, "batch_sampler"):
+        batches = batches.batch_sampler
+    sampler = getattr(batches, "sampler", getattr(loader, "sampler", None))
+    if cut_off and isinstance(sampler, _STATELESS_SAMPLERS) and not hasattr(sampler, "set_epoch"):
+        logger.warning(
+            "the state of the sampler %s of a restored loader is lost in the %s around it: the rest of this epoch may "
+            "have another order than in the run that was saved, and some samples may be seen twice or never; with "
+            "Accelerate, set use_seedable_sampler=True in the DataLoaderConfiguration",
+            type(sampler).__name__,
+            type(loader.batch_sampler).__name__,
+        )
     # Exactly these classes: a subclass, such as torchdata's own, may keep a state.
-    if type(sampler) in _STATELESS_SAMPLERS and getattr(sampler, "generator", None) is None:
+    elif type(sampler) in _STATELESS_SAMPLERS and getattr(sampler, "generator", None) is None:
         logger.warning(
             "the sampler %s of a restored loader has no state and draws its order from torch's global generator: the "
             "rest of this epoch has another order than in the run that was saved, and some samples may be seen twice "

@@ -15,6 +15,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from holdfast.errors import UsageError
 from holdfast.ondisk.paths import rank_scope, stage_scope
 from holdfast.ondisk.regions import Cut
+from holdfast.state.framework_wrappers import (
+    is_loader_adapter,
+    loader_inside,
+    object_inside,
+    refuse_same_object,
+    require_adapter_state,
+)
 from holdfast.state.rng import RNGState
 from holdfast.state.trees import TreeKind
 from holdfast.state.wrappers import PerRank, Sharded, Shared, Trainable, has_plain_state
@@ -24,13 +31,16 @@ _WRAPPER_PARTS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_modu
 
 
 def is_stateful_loader(component: Any) -> bool:
-    """Return whether this is torchdata's `StatefulDataLoader`, which need not be installed."""
-    return any(base.__name__ == "StatefulDataLoader" for base in type(component).__mro__)
+    """Return whether this is torchdata's `StatefulDataLoader`, which need not be installed, or one inside of a loader
+    that Accelerate prepared."""
+    return any(base.__name__ == "StatefulDataLoader" for base in type(loader_inside(component)).__mro__)
 
 
 def unwrap(component: Any) -> Any:
-    """Return the user's own object, without the wrapper that declares how to store it."""
-    return component.component if isinstance(component, PerRank | Shared | Sharded | Trainable) else component
+    """Return the user's own object, without the wrapper that declares how to store it, and without the one that a
+    framework put around an optimizer or a scheduler."""
+    declared = isinstance(component, PerRank | Shared | Sharded | Trainable)
+    return object_inside(component.component if declared else component)
 
 
 def random_state_last(components: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -113,15 +123,25 @@ def refuse_flat_parameters(name: str, component: Any) -> None:
         )
 
 
+def refuse_same_objects(components: Mapping[str, Any]) -> None:
+    """Refuse one object under two names, once as it is and once in the wrapper of a framework."""
+    declared = PerRank | Shared | Sharded | Trainable
+    refuse_same_object({name: one.component if isinstance(one, declared) else one for name, one in components.items()})
+
+
 def scope_of(component: Any, *, rank: int, size: int, pipeline_stage: int | None) -> str | None:
     """Return which ranks share this component's state; None if their states must be compared to find out."""
     if isinstance(component, PerRank):
         return rank_scope(component.place(rank, size)[0])
-    if isinstance(component, RNGState) or is_loader(component):
+    if isinstance(component, RNGState) or is_loader(component) or is_distributed_sampler(component):
         return rank_scope(rank)
     if isinstance(component, Shared):
         return ""
     inner = unwrap(component)
+    # It takes the states of all ranks, so each rank has one, also while they happen to be equal: stored once, the state
+    # would be given to every rank of another world as it is.
+    if _takes_world_state(inner):
+        return rank_scope(rank)
     # With another layout it is like any other object: only comparing shows whether the ranks share its state.
     if isinstance(inner, torch.optim.Optimizer) and not has_torch_layout("", inner):
         return None
@@ -383,6 +403,8 @@ def clean_name(module: torch.nn.Module, raw: str) -> str:
 def _require_state(name: str, component: Any) -> None:
     if has_plain_state(component):
         return
+    if is_loader_adapter(component):
+        require_adapter_state(name, component)
     missing = [method for method in ("state_dict", "load_state_dict") if not callable(getattr(component, method, None))]
     if missing:
         raise UsageError(
@@ -396,3 +418,15 @@ def _require_state(name: str, component: Any) -> None:
 def is_loader(component: Any) -> bool:
     """Return whether this is a data loader, of which every rank has its own state."""
     return isinstance(component, torch.utils.data.DataLoader) or is_stateful_loader(component)
+
+
+def is_distributed_sampler(component: Any) -> bool:
+    """Return whether this is a sampler of one rank's share: its position counts that rank's samples, so that equal
+    positions on all ranks are no state that ranks of another number share."""
+    return isinstance(component, torch.utils.data.DistributedSampler)
+
+
+def _takes_world_state(component: Any) -> bool:
+    return not isinstance(component, torch.nn.Module | torch.optim.Optimizer) and callable(
+        getattr(component, "load_world_state", None)
+    )

@@ -13,6 +13,7 @@ from holdfast.errors import StateMismatchError, UsageError
 from holdfast.ondisk import paths
 from holdfast.ondisk.codec import MAX_DEPTH, encode
 from holdfast.state.descriptions import description_of, differing_values
+from holdfast.state.framework_wrappers import loader_inside
 from holdfast.state.loaders import shield_random_state
 from holdfast.state.modules import buffer_paths, load_module, module_state, tied_names, without_frozen
 from holdfast.state.names import has_torch_layout, kind_of, optimizer_names, random_state_last, unwrap
@@ -137,7 +138,7 @@ def tree_of(name: str, component: Any, state: Any, scope: str | None) -> Capture
     kind = kind_of(name, component)
     ties = partial(tied_names, unwrap(component)) if kind == "module" else dict
     values = encode(state, path=name, on_tensor=_collector(name, tensors, ties), flatten=flattened)
-    type_name = description_of(unwrap(component)) if kind != "module" else ""
+    type_name = description_of(loader_inside(unwrap(component))) if kind != "module" else ""
     if kind == "module":
         _refuse_shared_elements(name, tensors)
     # The name of a private class is an implementation's own affair, and may change.

@@ -10,6 +10,7 @@ from typing import Any
 
 from holdfast.errors import StateMismatchError, UsageError
 from holdfast.ondisk.paths import check_component_name
+from holdfast.state.framework_wrappers import is_loader_adapter, load_loader_adapter, loader_adapter_state
 
 __all__ = ["PerRank", "Sharded", "Shared", "Trainable"]
 
@@ -157,6 +158,8 @@ def has_plain_state(component: Any) -> bool:
 
 def state_of(component: Any) -> Any:
     """Return a component's state: its `state_dict()`, or what a dict or a generator holds."""
+    if is_loader_adapter(component):
+        return loader_adapter_state(component)
     if not has_plain_state(component):
         return component.state_dict()
     if isinstance(component, dict):
@@ -170,6 +173,9 @@ def state_of(component: Any) -> Any:
 
 def load_state(component: Any, state: Any) -> None:
     """Give a component its state: by `load_state_dict`, or, for a dict or a generator, in place."""
+    if is_loader_adapter(component):
+        load_loader_adapter(component, state)
+        return
     if not has_plain_state(component):
         component.load_state_dict(state)
         return

@@ -136,3 +136,48 @@ def test_a_committed_save_whose_manifest_cannot_be_read_again_is_committed_and_r
         assert dict(committed.metrics) == {"loss": 2.0}
         assert committed.manifest == handle.wait().manifest
         assert committed.size_bytes == handle.wait().size_bytes
+
+
+# The path of a save
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_path_of_a_save_is_known_before_it_is_committed(tmp_path: Path, mode: Any) -> None:
+    with CheckpointManager(tmp_path, {"model": net(0.0)}, mode=mode, rng=False) as manager:
+        handles = [manager.save(1), manager.save(2), manager.save(1, resave=True)]
+        told = [handle.path for handle in handles]
+        assert told == [str(tmp_path / name) for name in ("step-000000001", "step-000000002", "step-000000001.2")]
+        assert [handle.wait().path for handle in handles] == told
+        assert (again := manager.save(2)).skipped
+        assert again.path == told[1] == again.wait().path
+
+
+def test_a_save_into_a_folder_that_something_else_has_is_committed_where_its_handle_says(tmp_path: Path) -> None:
+    (tmp_path / "step-000000001").mkdir(parents=True)
+    (tmp_path / "step-000000001" / "rank-00000.safetensors").write_text("not ours")
+    (tmp_path / "step-000000002").write_text("a file")
+    with CheckpointManager(tmp_path, {"model": net(0.0)}, mode="async", rng=False) as manager:
+        for step in (1, 2):
+            handle = manager.save(step)
+            told = handle.path
+            assert handle.wait().path == told
+
+
+class RefusingStorage(MemoryStorage):
+    """Takes no tensor file."""
+
+    def create(self, key: str, size_bytes: int) -> Any:
+        if key.endswith(".safetensors"):
+            raise StorageError("refused", errno=errno.EIO, file=key)
+        return super().create(key, size_bytes)
+
+
+def test_a_save_that_failed_leaves_no_checkpoint_at_its_path() -> None:
+    storage = RefusingStorage("memory://run")
+    with CheckpointManager("anywhere", {"model": net(0.0)}, mode="async", rng=False, storage=storage) as manager:
+        handle = manager.save(1)
+        assert handle.path == "memory://run/step-000000001"
+        with pytest.raises(StorageError, match="refused"):
+            handle.wait()
+        assert handle.path == "memory://run/step-000000001"
+        assert manager.checkpoints() == []

@@ -22,7 +22,7 @@ def opened(run: Path, **options: Any) -> holdfast.CheckpointManager:
 def test_what_is_stored_is_checked_and_encoded(tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_text("a b c")
     stored = Stored.checked({"lr": 0.1}, [tmp_path / "vocab.txt"], "{name}-{step}", KeepBest("loss", 2))
-    assert stored.assets == ((tmp_path / "vocab.txt").resolve(),)
+    assert stored.assets == {"vocab.txt": tmp_path / "vocab.txt"}
     assert isinstance(stored.links, LinkTemplate)
     assert stored.ranking == (("loss", "min"),)
     with pytest.raises(holdfast.UsageError, match="is not there"):

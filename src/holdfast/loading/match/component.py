@@ -18,17 +18,22 @@ from holdfast.loading.strategy import LoadStrategy
 from holdfast.ondisk import paths
 from holdfast.ondisk.manifest import TreeRecord
 from holdfast.state.descriptions import description_of, is_described
-from holdfast.state.names import kind_of, models_of, scopes_in_world, unwrap
+from holdfast.state.names import is_distributed_sampler, is_loader, kind_of, models_of, scopes_in_world, unwrap
 from holdfast.state.wrappers import PerRank
 
 __all__ = ["match"]
+
+_ELASTIC = (
+    "holdfast.data.ElasticLoader and ElasticShards deal out the rest of an epoch anew on any number of ranks, from a "
+    "checkpoint that was saved with them"
+)
 
 
 def match(name: str, components: Mapping[str, Any], saved: SavedState, strategy: LoadStrategy, place: Place) -> Fitted:
     """Fit one component to its saved state."""
     component = components[name]
     fitted = Fitted(name, kind_of(name, component))
-    trees = _trees_for(name, component, saved, strategy, place)
+    trees, of_world = _trees_for(name, component, saved, strategy, place)
     if not trees:
         fitted.skipped = "the per-rank state is of another number of ranks"
         return fitted
@@ -37,7 +42,7 @@ def match(name: str, components: Mapping[str, Any], saved: SavedState, strategy:
     if trees[0].kind not in (fitted.kind, "values"):
         raise StateMismatchError(f"the state was saved as '{trees[0].kind}' and is '{fitted.kind}' now", component=name)
     _refuse_per_rank_state(fitted, component, trees[0])
-    if len(trees) > 1 or _is_by_load_state_dict(trees[0], component):
+    if of_world or _is_by_load_state_dict(trees[0], component):
         fitted.kind = "values"
         _refuse_rename(name, component, strategy)
     matching = Matching(fitted, component, components, saved, strategy)
@@ -49,10 +54,10 @@ def match(name: str, components: Mapping[str, Any], saved: SavedState, strategy:
         match_module(matching, trees[0])
     elif fitted.kind == "optimizer":
         match_optimizer(matching, trees[0])
-    elif len(trees) == 1:
-        match_values(matching, trees[0])
-    else:
+    elif of_world:
         match_world(matching, trees, *scopes_in_world(component, rank=place.rank, size=place.size))
+    else:
+        match_values(matching, trees[0])
     return fitted
 
 
@@ -82,19 +87,21 @@ def _is_by_load_state_dict(tree: TreeRecord, component: Any) -> bool:
     return tree.kind == "values" and isinstance(component, PerRank) and paths.is_rank_scope(tree.scope)
 
 
-def _trees_for(name: str, component: Any, saved: SavedState, strategy: LoadStrategy, place: Place) -> list[TreeRecord]:
-    """Return the tree that this rank takes; all of them when the component adapts to another world; none to leave
-    it."""
+def _trees_for(
+    name: str, component: Any, saved: SavedState, strategy: LoadStrategy, place: Place
+) -> tuple[list[TreeRecord], bool]:
+    """Return the tree that this rank takes; all of them, and True, when the component adapts to another world, also
+    where that was of one rank; none to leave it."""
     by_scope = {tree.scope: tree for tree in saved.trees[name]}
     if "" in by_scope:
-        return [by_scope[""]]
+        return [by_scope[""]], False
     if any(scope.startswith("stage-") for scope in by_scope):
-        return [_stage_tree(name, by_scope, place)]
+        return [_stage_tree(name, by_scope, place)], False
     index, count = scopes_in_world(component, rank=place.rank, size=place.size)
     # A component need not be on every rank; the ranks of a group that share a state are counted by the group.
     states = len(by_scope) if isinstance(component, PerRank) and component.group is not None else saved.world_size
     if count == states and paths.rank_scope(index) in by_scope:
-        return [by_scope[paths.rank_scope(index)]]
+        return [by_scope[paths.rank_scope(index)]], False
     if count == states and strategy.on_world_change != "adapt":
         held = ", ".join(sorted(scope.removeprefix("rank-").lstrip("0") or "0" for scope in by_scope))
         raise StateMismatchError(
@@ -103,18 +110,32 @@ def _trees_for(name: str, component: Any, saved: SavedState, strategy: LoadStrat
             advice=f"give it to the manager on the same ranks, or leave it out with skip=({name!r},)",
         )
     if strategy.on_world_change == "skip":
-        return []
+        return [], False
+    if strategy.on_world_change == "adapt" and callable(getattr(unwrap(component), "load_world_state", None)):
+        return [by_scope[scope] for scope in sorted(by_scope)], True
+    raise _other_world(name, component, strategy, len(by_scope), count)
+
+
+def _other_world(name: str, component: Any, strategy: LoadStrategy, states: int, count: int) -> StateMismatchError:
+    """Return the error for per-rank state of another number of ranks that the strategy, or the component, refuses."""
+    inner = unwrap(component)
+    adapts = callable(getattr(inner, "load_world_state", None))
+    problem = f"the checkpoint has the state of {states} {'rank' if states == 1 else 'ranks'}"
+    if not adapts and (is_loader(inner) or is_distributed_sampler(inner)):
+        return StateMismatchError(
+            f"{problem}, there are {count} now, and a {type(inner).__name__} has no load_world_state(): its position "
+            "counts the samples of one rank",
+            component=name,
+            advice=f"{_ELASTIC}; skip=({name!r},) begins the data anew; no live object was changed",
+        )
     if strategy.on_world_change == "adapt":
-        if not callable(getattr(unwrap(component), "load_world_state", None)):
-            raise StateMismatchError(
-                f"the checkpoint has the state of {len(by_scope)} ranks, there are {count} now, "
-                "and the component has no load_world_state()",
-                component=name,
-                advice="give it load_world_state(states, index, count), or leave it out with skip=",
-            )
-        return [by_scope[scope] for scope in sorted(by_scope)]
-    raise StateMismatchError(
-        f"the checkpoint has the state of {len(by_scope)} ranks and there are {count} now",
+        return StateMismatchError(
+            f"{problem}, there are {count} now, and the component has no load_world_state()",
+            component=name,
+            advice="give it load_world_state(states, index, count), or leave it out with skip=",
+        )
+    return StateMismatchError(
+        f"{problem} and there are {count} now",
         component=name,
         advice="choose on_world_change='skip' or 'adapt' in the LoadStrategy; "
         "wrap the component in Shared(...) if it is the same on all ranks",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from holdfast.errors import StateMismatchError
+from holdfast.errors import HoldfastError, StateMismatchError
 from holdfast.loading.match.forms import is_castable_form
 from holdfast.loading.match.matching import Matching
 from holdfast.loading.match.pending import decode_values
@@ -33,6 +33,7 @@ def match_values(matching: Matching, tree: TreeRecord) -> None:
         check_rng_state(state.preview)
     inner = unwrap(matching.component)
     if not has_plain_state(inner):
+        _ask(matching, "check_state_dict", state.preview)
         matching.fitted.take_up = partial(load_values, matching.fitted.component, inner, state.value)
         return
     try:
@@ -46,9 +47,28 @@ def match_values(matching: Matching, tree: TreeRecord) -> None:
 def match_world(matching: Matching, trees: Sequence[TreeRecord], index: int, count: int) -> None:
     """Fit a component that takes the states of all ranks of another world."""
     states = [decode_values(matching, tree, matching.saved.values(tree), "") for tree in trees]
+    _ask(matching, "check_world_state", [state.preview for state in states], index, count)
     matching.fitted.take_up = lambda: unwrap(matching.component).load_world_state(
         [state.value() for state in states], index, count
     )
+
+
+def _ask(matching: Matching, check: str, *arguments: Any) -> None:
+    """Let a component refuse its state while no live object has changed on any rank, where it has a method for that.
+    Tensors in the state are not filled yet."""
+    method = getattr(unwrap(matching.component), check, None)
+    if not callable(method):
+        return
+    component = matching.fitted.component
+    try:
+        with random_state_kept():
+            method(*arguments)
+    except HoldfastError as error:
+        raise error.at(component=component) from None
+    except Exception as error:
+        raise StateMismatchError(
+            f"{check} raised {type(error).__name__}: {error}", component=component, advice="no live object was changed"
+        ) from error
 
 
 def _common_keys(
