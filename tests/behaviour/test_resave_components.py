@@ -23,6 +23,7 @@ from holdfast.runs.catalog import Catalog
 from holdfast.storage.base import Storage, StorageFeatures, features_of
 from holdfast.storage.local.local import LocalStorage
 from holdfast.testing import CrashingStorage, MemoryStorage, SimulatedCrash
+from tests.unit.cli.scene import call
 
 EVALUATION = ("evaluation",)
 
@@ -339,15 +340,15 @@ def test_the_checkpoint_is_like_any_other_to_the_command_line_and_to_exports(tmp
         live["evaluation"].add()
         made = resave(manager)
 
-    def call(*words: str) -> str:
-        command = [sys.executable, "-m", "holdfast", *words]
-        environment = {**os.environ, "COLUMNS": "200"}
-        return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    def said(*words: object) -> str:
+        result = call(*words)
+        assert result.exit_code == 0, result.stderr
+        return str(result.stdout)
 
-    assert "sound" in call("verify", made.path)
-    assert made.folder in call("ls", str(run))
-    assert "evaluation" in call("show", str(run))
-    call("export", str(run), str(tmp_path / "out.safetensors"), "--format", "safetensors")
+    assert "sound" in said("verify", made.path)
+    assert made.folder in said("ls", run)
+    assert "evaluation" in said("show", run)
+    said("export", run, tmp_path / "out.safetensors", "--format", "safetensors")
     for source in (run, tmp_path / "out.safetensors"):
         model = nn.Linear(200, 200)
         holdfast.load_weights(model, source)
