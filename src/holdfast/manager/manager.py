@@ -138,8 +138,7 @@ class CheckpointManager:
             )
             parts = self._saver, self._catalog, ranks, self._components, self._pace
             self._run = OpenRun.connect(*parts, keep=keep, links=self._stored.links)
-            self._lifetime = Lifetime(self._run)
-            self._annotator = Annotator(self._run)
+            self._lifetime, self._annotator = Lifetime(self._run), Annotator(self._run)
             self._saves = Saves(self._run, self._stored, self._annotator, resume=resume)
             self._restores = Restores(self._run, resume=resume, verify=verify, rng=rng, timeout_seconds=timeout)
             if save is not None:
