@@ -93,11 +93,6 @@ class Checkpoint:
             )
             return saved
 
-    @property
-    def encoded_metrics(self) -> dict[str, Any]:
-        """Return the metrics of the save and those that were reported later, as the manifest stores them."""
-        return {**self.head.metrics, **self._noted.metrics}
-
     @cached_property
     def known_metrics(self) -> Mapping[str, Any]:
         """Return the metrics for a comparison of several checkpoints: none, with a warning, where they
@@ -216,6 +211,11 @@ def first_unreadable(found: Sequence[tuple[str, StorageError]]) -> HoldfastError
     if len(found) == 1:
         return error
     return error.changed(problem=f"{error.problem} (and {len(found) - 1} more folders)")
+
+
+def encoded_metrics(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the metrics of the save and those that were reported later, as the manifest stores them."""
+    return {**checkpoint.head.metrics, **sum_up(checkpoint.notes, ()).metrics}
 
 
 def numbers_of(values: Mapping[str, Any]) -> Mapping[str, int | float]:

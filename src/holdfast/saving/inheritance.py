@@ -21,7 +21,7 @@ from holdfast.ondisk.manifest import (
     TreeRecord,
     UserMetadata,
 )
-from holdfast.runs.checkpoint import Checkpoint
+from holdfast.runs.checkpoint import Checkpoint, encoded_metrics
 
 __all__ = ["Inheritance", "inherit", "inherited_metadata", "inherited_versions"]
 
@@ -82,7 +82,7 @@ def inherited_metadata(given: UserMetadata, parent: Checkpoint, guards: dict[str
     `guards` are those of the components that are stored anew."""
     head = parent.head
     return UserMetadata(
-        metrics={**parent.encoded_metrics, **given.metrics},
+        metrics={**encoded_metrics(parent), **given.metrics},
         progress={**head.progress, **given.progress},
         extra={**head.extra, **given.extra},
         config=given.config if given.config is not None else head.config,

@@ -175,10 +175,11 @@ class LocalStorage:
                 raise KeyDamagedError("the key is no regular file", file=self._path(key))
             with self._explaining(f"making it a second name of {key}", new_key):
                 try:
-                    self._folders.in_made(new_folders, lambda new: self._disk.link_between(folder, name, new, new_name))
+                    self._folders.in_made(new_folders, lambda new: self._disk.link(folder, name, new, new_name))
                 except OSError as error:
                     if error.errno not in _CLONE_REFUSED:
                         raise
+                    self._folders.remove_empty(new_folders)
                     return False
         return True
 
