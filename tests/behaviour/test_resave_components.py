@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.errors import CorruptCheckpointError, HoldfastError, UsageError
+from holdfast.errors import CorruptCheckpointError, HoldfastError, StorageError, UsageError
 from holdfast.ondisk import paths
 from holdfast.runs.catalog import Catalog
 from holdfast.storage.base import Storage, StorageFeatures, features_of
@@ -244,6 +244,33 @@ def test_without_a_checkpoint_of_the_step_there_is_nothing_to_take_over(tmp_path
     with manager_of(tmp_path, state()) as manager, pytest.raises(UsageError, match="of step 501"):
         resave(manager, 501)
     assert len(list(tmp_path.glob("step-*"))) == 2
+
+
+class FailsOnce(LocalStorage):
+    """Fails while the first file of tensors is created."""
+
+    failed = False
+
+    def create(self, key: str, size_bytes: int) -> Any:
+        if not self.failed and key.endswith(".safetensors"):
+            self.failed = True
+            raise StorageError("no room", file=key)
+        return super().create(key, size_bytes)
+
+
+def test_the_failure_of_a_parent_that_is_still_under_way_is_raised(tmp_path: Path) -> None:
+    live = state()
+    with manager_of(tmp_path, live, mode="async", storage=FailsOnce(tmp_path)) as manager:
+        manager.save(500)
+        with pytest.raises(StorageError, match="no room"):
+            resave(manager)
+        with pytest.raises(UsageError, match="neither saved nor restored"):
+            resave(manager)
+        manager.save(500)
+        live["evaluation"].add()
+        handle = manager.save(500, resave=True, components=EVALUATION)
+        assert handle.path == handle.wait().path
+    assert holdfast.resolve(tmp_path, "latest").path == handle.path
 
 
 @pytest.mark.parametrize("kind", ["folder", "object store"])
