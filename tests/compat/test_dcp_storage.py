@@ -180,6 +180,20 @@ def test_one_writer_serves_several_checkpoint_ids(tmp_path: pathlib.Path) -> Non
         assert target["x"]["w"].tolist() == [expected] * 2
 
 
+def test_a_writer_may_save_a_step_again_and_the_load_of_it_takes_the_later_one(tmp_path: pathlib.Path) -> None:
+    for value in (1.0, 2.0):
+        dcp.save({"weight": torch.full((2,), value)}, storage_writer=HoldfastWriter(tmp_path, step=5, resave=True))
+    found = {"weight": torch.zeros(2)}
+    dcp.load(found, storage_reader=HoldfastReader(tmp_path, 5))
+    assert found["weight"].tolist() == [2.0, 2.0]
+    assert [pathlib.Path(one.path).name for one in holdfast.checkpoints(tmp_path)] == [
+        "step-000000005.2",
+        "step-000000005",
+    ]
+    with pytest.raises(UsageError, match="resave='yes'"):
+        HoldfastWriter(tmp_path, resave="yes")  # type: ignore[arg-type]
+
+
 def test_the_step_of_a_path_does_not_outlast_it(tmp_path: pathlib.Path) -> None:
     writer = HoldfastWriter(tmp_path, step=3)
     writer.reset(tmp_path / "step-000000009")

@@ -153,6 +153,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Play, Path]:
     return run_scenes(2, SCENES, folder), folder
 
 
+@pytest.mark.guarantee("G8")
 def test_the_state_of_one_rank_is_adapted_to_two(played: tuple[Play, Path]) -> None:
     seen = played[0]("from_one_rank")
     for rank, (state, _) in enumerate(seen):
@@ -160,6 +161,7 @@ def test_the_state_of_one_rank_is_adapted_to_two(played: tuple[Play, Path]) -> N
     assert all(one != other for one, other in zip(seen[0][1], seen[1][1], strict=True)), "no two ranks draw the same"
 
 
+@pytest.mark.guarantee("G8")
 def test_what_cannot_adapt_is_not_given_the_state_of_the_only_rank(played: tuple[Play, Path]) -> None:
     seen = played[0]("of_one_rank_that_cannot_adapt")
     error = the_same_error([error for error, _ in seen])
@@ -179,6 +181,7 @@ def test_what_takes_the_states_of_all_ranks_has_one_on_each_while_they_are_equal
     ]
 
 
+@pytest.mark.guarantee("G8")
 def test_a_component_that_refuses_its_state_on_one_rank_leaves_all_ranks_as_they_were(
     played: tuple[Play, Path],
 ) -> None:
@@ -190,6 +193,7 @@ def test_a_component_that_refuses_its_state_on_one_rank_leaves_all_ranks_as_they
         assert all(untouched for _, untouched in found), number
 
 
+@pytest.mark.guarantee("G8")
 def test_a_loader_of_one_ranks_share_is_refused_on_another_number_of_ranks(played: tuple[Play, Path]) -> None:
     for found in zip(*played[0]("stock_loaders"), strict=True):
         error = the_same_error([error for error, _, _ in found])

@@ -41,15 +41,16 @@ class Attempt:
     lease: Lease
 
 
-def begin(catalog: Catalog, step: int | None, size: int) -> Attempt:
+def begin(catalog: Catalog, step: int | None, size: int, *, resave: bool = False) -> Attempt:
     """Become the writer of a run and claim the folder of a step for so many ranks. None is the step after the latest
-    checkpoint's, which the new one continues; a step which that lineage has committed is refused."""
-    _place_after_latest(catalog, step)  # what is refused becomes no writer, and makes no run
+    checkpoint's, which the new one continues; a step which that lineage has committed is refused, unless `resave` asks
+    for a later checkpoint of the same step."""
+    _place_after_latest(catalog, step, resave)  # what is refused becomes no writer, and makes no run
     open_run(catalog)
     lease = Lease.acquire(catalog.storage, close_attempts=catalog.attempts.close_older)
     try:
         # Again: until the lease was taken, its last holder could commit.
-        place = _place_after_latest(catalog, step)
+        place = _place_after_latest(catalog, step, resave)
         first = lease.floor.first_attempt(place.step)
         folder, claim = catalog.attempts.claim(place.step, size, lease=lease.number, first=first)
     except BaseException:
@@ -64,7 +65,7 @@ class _Place:
     ancestry: Ancestry
 
 
-def _place_after_latest(catalog: Catalog, step: int | None) -> _Place:
+def _place_after_latest(catalog: Catalog, step: int | None, resave: bool) -> _Place:
     """Return the step of the next checkpoint and what it continues, by the checkpoints that are there now."""
     scan = catalog.scan()
     latest = scan.checkpoints[0] if scan.checkpoints else None
@@ -72,7 +73,7 @@ def _place_after_latest(catalog: Catalog, step: int | None) -> _Place:
         step = paths.check_step(latest.step + 1 if latest else 0)
     parent = latest.digest if latest else None
     line = ancestry(parent, scan.checkpoints)
-    if any(checkpoint.step == step for checkpoint in line):
+    if not resave and any(checkpoint.step == step for checkpoint in line):
         raise UsageError(
             f"step {step} is committed already",
             run=catalog.storage.url,

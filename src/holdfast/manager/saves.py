@@ -147,6 +147,7 @@ class Saves:
                 raise
 
     def _request(self, step: int, given: SaveArguments) -> SaveRequest:
+        self._run.deferred_rng.require_set()
         self._run.reports.settle()
         epoch = check_epoch(given.epoch) if given.epoch is not None else self._run.pace.epoch
         names = tuple(named_assets(given.assets))

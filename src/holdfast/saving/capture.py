@@ -5,6 +5,7 @@ Nothing is changed by being captured.
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,8 @@ from holdfast.ondisk.regions import Cut, whole
 from holdfast.saving.messages import UNSAMPLED, Inventory, PartEntry, TreeEntry
 from holdfast.state.devices import ACCELERATORS
 from holdfast.state.frozen import take_frozen
-from holdfast.state.names import cut_at, cuts_of, models_of, random_state_last, scope_of
+from holdfast.state.names import cut_at, cuts_of, models_of, random_state_last, scope_of, unwrap
+from holdfast.state.optimizers import makes_state_when_asked
 from holdfast.state.state_dicts import component_state, tree_of
 from holdfast.state.structure_cache import Remembered, remember
 from holdfast.state.tensors import (
@@ -34,6 +36,8 @@ from holdfast.state.tensors import (
     whole_shape,
 )
 from holdfast.state.trees import CapturedTree, CarriedTree, FrozenEntry
+
+logger = logging.getLogger("holdfast")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +129,7 @@ class Capturer:
         self, index: int, name: str, component: Any, components: Mapping[str, Any], scope: str | None
     ) -> tuple[CapturedTree, _Known]:
         state = component_state(name, component, components)
+        _warn_of_made_state(name, component)
         known = self._known.get(name)
         if known is not None and known.remembered is not None:
             tree = known.remembered.recognise(state)
@@ -165,6 +170,17 @@ class Capturer:
             self._every_part = tuple(part for some in parts for part in some)
             self._structure = blake3(msgspec.msgpack.encode((heads, parts))).hexdigest()
         return self._structure
+
+
+def _warn_of_made_state(name: str, component: Any) -> None:
+    inner = unwrap(component)
+    if isinstance(inner, torch.optim.Optimizer) and makes_state_when_asked(inner):
+        logger.warning(
+            "component '%s': %s has no state yet, and its state_dict() made one by a step; a run that resumes from "
+            "this checkpoint counts that step, and does not continue exactly as this one; save after the first step",
+            name,
+            type(inner).__name__,
+        )
 
 
 def _parts_of(

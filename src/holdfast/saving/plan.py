@@ -411,7 +411,8 @@ def _collect_holdings(inventories: Sequence[Inventory], scopes: Sequence[tuple[s
             raise UsageError(
                 f"the ranks that save do not hold all of it: {wrong}",
                 leaf=name,
-                advice="save with every rank of its mesh; a sharded tensor cannot be part of a PerRank component",
+                advice="save with every rank of its mesh; a sharded tensor cannot be part of a PerRank component, nor "
+                "of one whose other values differ from rank to rank: wrap that in Shared if the first rank's count",
             )
     return holdings
 

@@ -67,3 +67,13 @@ def test_a_step_that_is_committed_makes_no_writer() -> None:
     with pytest.raises(UsageError, match="step 1 is committed already"):
         begin(Catalog(storage), 1, 1)
     assert storage.entries(paths.LEASE) == before
+
+
+def test_a_step_that_is_committed_can_be_saved_again_on_request() -> None:
+    storage = MemoryStorage()
+    save(storage, 1)
+    catalog = Catalog(storage)
+    attempt = begin(catalog, 1, 1, resave=True)
+    attempt.lease.release()
+    assert (attempt.step, attempt.folder) == (1, "step-000000001.2")
+    assert attempt.ancestry.parent == catalog.scan().checkpoints[0].digest

@@ -33,14 +33,18 @@ class HoldfastWriter(StorageWriter):  # type: ignore[misc]
     """A `StorageWriter` that commits a Holdfast checkpoint.
 
     run: the folder or URL of the run. step: the training step; None takes one more than the latest checkpoint's, or 0.
-    The checkpoint continues the latest one; a step which that line has committed is refused. Values that are no
-    tensors are stored by the typed codec, never pickled, so the planner must be able to look up the object itself.
-    The run is leased for the time of a save, also of one that fails.
+    resave: write a step that the line has committed once more, as a later checkpoint of the same step; it is refused
+    otherwise. The checkpoint continues the latest one. Values that are no tensors are stored by the typed codec, never
+    pickled, so the planner must be able to look up the object itself. The run is leased for the time of a save, also of
+    one that fails.
     """
 
-    def __init__(self, run: Location, *, step: int | None = None, **options: Any) -> None:
+    def __init__(self, run: Location, *, step: int | None = None, resave: bool = False, **options: Any) -> None:
         refuse_options(options, "HoldfastWriter")
+        if not isinstance(resave, bool):
+            raise UsageError(f"resave={resave!r:.100}", advice="use True or False")
         self._run = run
+        self._resave = resave
         self._given_step = self._step = None if step is None else paths.check_step(step)
         self.save_id = str(uuid.uuid4())
         self._attempt: Attempt | None = None
@@ -48,7 +52,7 @@ class HoldfastWriter(StorageWriter):  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the save that is under way: it is this process's."""
-        kept = ("_run", "_given_step", "_step", "save_id")
+        kept = ("_run", "_resave", "_given_step", "_step", "save_id")
         return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -136,6 +140,6 @@ class HoldfastWriter(StorageWriter):  # type: ignore[misc]
         self._attempt = self._hold = None
 
     def _claim(self, size: int) -> Attempt:
-        attempt = begin(self._catalog, self._step, size)
+        attempt = begin(self._catalog, self._step, size, resave=self._resave)
         self._hold = Hold(attempt.lease.release, FUNCTION_OF_SAVE)
         return attempt
