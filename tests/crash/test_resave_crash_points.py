@@ -142,6 +142,7 @@ def power_cuts(
         shutil.rmtree(scratch / f"{point}", ignore_errors=True)
 
 
+@pytest.mark.slow
 @pytest.mark.guarantee("G1")
 @pytest.mark.guarantee("G2")
 @pytest.mark.parametrize(
