@@ -407,6 +407,7 @@ def test_a_guard_of_a_frozen_base_stays(tmp_path: Path) -> None:
         manager_of(tmp_path, adapted(1)).restore()
 
 
+@pytest.mark.slow
 def test_a_crash_at_any_operation_leaves_the_parent_or_the_whole_of_the_new_one(tmp_path: Path) -> None:
     def run(storage: Storage, live: dict[str, Any]) -> None:
         with manager_of(tmp_path, live, storage=storage) as manager:

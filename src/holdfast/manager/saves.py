@@ -6,7 +6,7 @@ Knows what a manager stores with every checkpoint; the save itself is the saver'
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,9 @@ class Saves:
 
     def _save_part(self, step: int, given: SaveArguments) -> SaveHandle:
         """Save some components anew, as a later checkpoint of the step."""
-        names = f"components {given.components!r:.200}"
+        # In one order: that of a set is another one in each process.
+        listed = sorted(map(repr, given.components)) if isinstance(given.components, Iterable) else ()
+        names = f"components {', '.join(listed)}"
         pending = self._run.saver.save_part(step, names, lambda: self._part_request(step, given))
         return SaveHandle(pending, self._run.catalog)
 
