@@ -7,6 +7,7 @@ import os
 import runpy
 import shutil
 import signal
+import subprocess
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -244,3 +245,94 @@ def test_the_config_loop_refuses_another_base_and_another_freeze(base: Path, tmp
     misspelt = tuning(base, tmp_path, "every_steps = 4", "every_step = 4")
     error = refused(*misspelt, folder=tmp_path)
     assert "did you mean 'save.every_steps'?" in str(error)
+
+
+def test_the_batch_script_requeues_a_job_that_ran_out_of_time(tmp_path: Path) -> None:
+    tools, log = tmp_path / "bin", tmp_path / "scontrol.txt"
+    tools.mkdir()
+    (tools / "srun").write_text('#!/bin/bash\nSLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS=1 exec "$@"\n')
+    (tools / "scontrol").write_text(f'#!/bin/bash\necho "$@" >> {log}\n[ "$1" != show ] || echo localhost\n')
+    (tools / "python").symlink_to(sys.executable)
+    for tool in ("srun", "scontrol"):
+        (tools / tool).chmod(0o755)
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    text = (EXAMPLES / "config_loop/base.toml").read_text()
+    (tmp_path / "short.toml").write_text(text.replace('time_limit = "24:00:00"', 'time_limit = "0.001s"'))
+
+    done = subprocess.run(
+        ["bash", "examples/config_loop/job.sbatch", "short.toml"],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "PATH": f"{tools}:{os.environ['PATH']}",
+            # The link is not where the environment of this interpreter is.
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "SLURM_JOB_ID": "42",
+            "SLURM_JOB_NODELIST": "node[1-2]",
+        },
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 75, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {"warm_up": 0}
+    assert log.read_text().splitlines() == ["show hostnames node[1-2]", "requeue 42"]
+
+
+RECIPE = "recipe/run.py"
+
+
+@pytest.fixture(scope="module")
+def spirals(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Line], Path]:
+    folder = tmp_path_factory.mktemp("spirals")
+    return complete(RECIPE, EXAMPLES / "recipe/spirals.yaml", folder=folder), folder / "runs/spirals"
+
+
+@pytest.mark.guarantee("G8")
+def test_the_recipe_goes_on_in_the_middle_of_an_evaluation(spirals: tuple[list[Line], Path], tmp_path: Path) -> None:
+    expected, undisturbed = spirals
+    recipe = EXAMPLES / "recipe/spirals.yaml"
+    before = killed(RECIPE, recipe, folder=tmp_path, at={"evaluating": 30, "batches": 5})
+    again = killed(RECIPE, recipe, folder=tmp_path, at={"step": 40})
+    after = complete(RECIPE, recipe, folder=tmp_path)
+
+    assert again[0] == {"resumed_from": 30, "evaluated": 4}
+    assert again[1] == {"evaluating": 30, "batches": 5}
+    assert after[0] == {"resumed_from": 30, "evaluated": 8}
+    assert after[1]["step"] == 31  # the evaluation is complete and is not made again
+    assert {**by_step(before), **by_step(again), **by_step(after)} == by_step(expected)
+    results = [line for line in expected if "accuracy" in line]
+    assert [line for line in again + after if "accuracy" in line] == results
+    assert state_of(tmp_path / "runs/spirals") == state_of(undisturbed)
+
+
+def test_the_recipe_keeps_the_best_evaluation(spirals: tuple[list[Line], Path]) -> None:
+    lines, run = spirals
+    results = {line["evaluated"]: line for line in lines if "accuracy" in line}
+    assert list(results) == [30, 60, 89]
+    assert results[89]["accuracy"] > 0.7
+    best = max(results, key=lambda step: (results[step]["accuracy"], step))
+    kept = holdfast.checkpoints(run)
+    assert {checkpoint.step for checkpoint in kept} == {60, 89, best}
+    assert holdfast.resolve(run, "best:accuracy").step == best
+    for checkpoint in kept:
+        if checkpoint.metrics:
+            assert checkpoint.metrics["val_loss"] == results[checkpoint.step]["val_loss"]
+
+
+def test_the_recipe_loads_what_its_strategy_says(spirals: tuple[list[Line], Path], tmp_path: Path) -> None:
+    shutil.copytree(spirals[1], tmp_path / "runs/spirals", symlinks=True)
+    recipe = (EXAMPLES / "recipe/transfer.yaml").read_text()
+
+    (tmp_path / "strict.yaml").write_text(recipe.replace("strict: false", "strict: true"))
+    error = refused(RECIPE, tmp_path / "strict.yaml", folder=tmp_path)
+    assert isinstance(error, holdfast.StateMismatchError)
+    assert "model.norm.weight" in str(error)
+
+    lines = complete(RECIPE, EXAMPLES / "recipe/transfer.yaml", folder=tmp_path)
+    assert lines[0] == {"loaded": ["model"], "renamed": 4, "missing": ["model.norm.bias", "model.norm.weight"]}
+    assert lines[1]["step"] == 0
+
+    again = complete(RECIPE, EXAMPLES / "recipe/transfer.yaml", folder=tmp_path)
+    assert again == [{"resumed_from": 59, "evaluated": 8}]  # its own checkpoints go before what it started from
