@@ -32,7 +32,7 @@ import holdfast
 LENGTH = 8  # tokens in an episode
 EPISODES_PER_ROLLOUT, EPISODES_PER_MINIBATCH, EPOCHS_PER_ROLLOUT = 32, 8, 2
 CLIP, VALUE_CLIP_NORM, KL_TARGET, KL_COEFFICIENT = 0.2, 1.0, 1.0, 0.02
-CONFIG = {"target": "ppo.Policy", "policy": {"tokens": 8, "width": 24}}
+CONFIG: dict[str, Any] = {"target": "ppo.Policy", "policy": {"tokens": 8, "width": 24}}
 
 
 class Policy(nn.Module):

@@ -30,6 +30,7 @@ import os
 import sys
 import tomllib
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,52 @@ class LetterModel(nn.Module):
         return self.head(self.body(self.embedding(letters)))
 
 
-def freeze(model: nn.Module, globs: list[str]) -> list[str]:
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    part: str
+    batch_size: int  # over all ranks
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    steps: int
+    learning_rate: float
+    evaluate_every: int
+    warm_up_passes: int = 0
+    freeze: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What the file says. Any other table or key is an error, so that one that is misspelt is not passed over."""
+
+    model: dict[str, Any]
+    data: Data
+    training: Schedule
+    checkpoint: holdfast.CheckpointConfig
+    restore: holdfast.LoadStrategy = field(default_factory=holdfast.LoadStrategy)
+    warm_start: dict[str, Any] | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> Config:
+        tables = tomllib.loads(path.read_text())
+        readers = {
+            "data": lambda table: Data(**table),
+            "training": lambda table: Schedule(**table),
+            "checkpoint": holdfast.CheckpointConfig.from_dict,
+            "restore": holdfast.LoadStrategy.from_dict,
+        }
+        read = {}
+        try:
+            for name, table in tables.items():
+                read[name] = readers.get(name, dict)(table)
+            return cls(**read)
+        except (TypeError, holdfast.UsageError) as error:
+            raise SystemExit(f"{path}: {error}") from None
+
+
+def freeze(model: nn.Module, globs: tuple[str, ...]) -> list[str]:
     """Freeze the parameters that a glob names, and return their names. A glob that names none is an error."""
     names = dict(model.named_parameters())
     for glob in globs:
@@ -78,48 +124,52 @@ def windows_of(part: str) -> tuple[TensorDataset, Tensor]:
     """Return the windows of a part of the text for the training, and others for the evaluation."""
     letters = torch.tensor([LETTERS.index(letter) for letter in TEXT])
     windows = letters.unfold(0, CONTEXT + 1, 1)
-    first, second = windows.chunk(2)
-    chosen = {"first half": first, "second half": second}[part]
+    parts = dict(zip(("first half", "second half"), windows.chunk(2), strict=True))
+    if part not in parts:
+        raise SystemExit(f"data.part: there is no '{part}'; there are {', '.join(parts)}")
+    chosen = parts[part]
     return TensorDataset(chosen[:-96]), chosen[-96:]
 
 
 class Training:
     """One start of the training, from the config to the exit code."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: Config) -> None:
         self.config = config
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        if config.data.batch_size % self.ranks != 0:
+            raise SystemExit(f"data.batch_size: {self.ranks} ranks cannot divide {config.data.batch_size} samples")
         torch.manual_seed(0)  # the same weights on every rank
-        self.model = LetterModel(**config["model"])
-        if "warm_start" in config:
+        self.model = LetterModel(**config.model)
+        if config.warm_start is not None:
             # At every start, also of a run that goes on: the frozen body is not in its checkpoints.
-            loaded = holdfast.load_weights(self.model, **config["warm_start"])
+            loaded = holdfast.load_weights(self.model, **config.warm_start)
             self.report(warm_start=len(loaded.loaded), left=list(loaded.excluded))
-        self.frozen = freeze(self.model, config["training"].get("freeze", []))
+        self.frozen = freeze(self.model, config.training.freeze)
         if self.ranks > 1:
             fully_shard(self.model.body)
             fully_shard(self.model)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=config["training"]["learning_rate"])
+        self.optimizer = torch.optim.AdamW(trained, lr=config.training.learning_rate)
         torch.manual_seed(1 + self.rank)  # another dropout on every rank
 
     def run(self) -> int:
         """Train to the last step, or until the job has to end; return the exit code."""
-        settings = holdfast.CheckpointConfig.from_dict(self.config["checkpoint"])
-        strategy = holdfast.LoadStrategy.from_dict(self.config.get("restore", {}))
+        checkpoint, last = self.config.checkpoint, holdfast.OnLastStep(self.config.training.steps)
+        settings = replace(checkpoint, save=last if checkpoint.save is None else checkpoint.save | last)
         model = holdfast.Trainable(self.model) if self.frozen else self.model
         state = {"model": model, "optimizer": self.optimizer}
-        built = holdfast.create_checkpoint_manager(settings, state=state, config_to_store=self.config)
+        built = holdfast.create_checkpoint_manager(settings, state=state, config_to_store=self.stored)
         with built.manager as self.manager:  # the `CheckpointManager` inside of the built-in class
             # The warm-up draws random numbers, so the restored random state is set after it.
-            start = self.manager.restore(strategy=strategy, guards=self.guards, rng="later")
+            start = self.manager.restore(strategy=self.config.restore, guards=self.guards, rng="later")
             self.report(resumed_from=start.step, ranks=self.ranks)
-            dataset, self.held_out = windows_of(self.config["data"]["part"])
+            dataset, self.held_out = windows_of(self.config.data.part)
             self.loader = ElasticLoader(
                 dataset,
-                self.config["data"]["batch_size"] // self.ranks,
+                self.config.data.batch_size // self.ranks,
                 shuffle=True,
-                seed=self.config["data"]["seed"],
+                seed=self.config.data.seed,
                 drop_last=True,
             )
             self.manager.attach("loader", self.loader)
@@ -129,13 +179,19 @@ class Training:
             return 0 if finished else REQUEUE
 
     @property
+    def stored(self) -> dict[str, Any]:
+        """Return the config that is stored with every checkpoint, as plain data."""
+        data, training = asdict(self.config.data), asdict(self.config.training)
+        return {"model": self.config.model, "data": data, "training": training, "warm_start": self.config.warm_start}
+
+    @property
     def guards(self) -> dict[str, Any]:
         """Return what must be the same for a checkpoint to be continued."""
         return {"letters": LETTERS, "frozen": self.frozen}
 
     def warm_up(self) -> bool:
         """Compile, autotune, fill caches: passes that train nothing. Return whether the training may begin."""
-        for number in range(self.config["training"]["warm_up_passes"]):
+        for number in range(self.config.training.warm_up_passes):
             with torch.no_grad():
                 self.model(self.held_out[:8, :-1])
             self.report(warm_up=number)
@@ -147,7 +203,7 @@ class Training:
     def train(self, start: holdfast.RestoreResult) -> bool:
         """Train from where the start is; return whether the last step is done."""
         batches = self.batches()
-        last, every = self.config["training"]["steps"] - 1, self.config["training"]["evaluate_every"]
+        last, every = self.config.training.steps - 1, self.config.training.evaluate_every
         for step in range(start.next_step, last + 1):
             loss = self.train_step(next(batches))
             metrics = {"loss": loss}
@@ -156,7 +212,7 @@ class Training:
             if val_loss is not None:
                 metrics["val_loss"] = val_loss
             self.report(step=step, **metrics)
-            samples = (step + 1) * self.config["data"]["batch_size"]
+            samples = (step + 1) * self.config.data.batch_size
             progress = {"samples": samples, "unevaluated": due and val_loss is None}
             if self.manager.step(step, metrics=metrics, progress=progress, guards=self.guards):
                 return step == last and val_loss is not None
@@ -217,12 +273,15 @@ class Training:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config", type=Path)
-    config = tomllib.loads(parser.parse_args().config.read_text())
+    config = Config.read(parser.parse_args().config)
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
-        dist.init_process_group("gloo")
-    return Training(config).run()
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+        return Training(config).run()
+    dist.init_process_group("gloo")
+    code = Training(config).run()
+    dist.destroy_process_group()
+    return code
 
 
 if __name__ == "__main__":

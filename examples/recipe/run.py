@@ -34,6 +34,8 @@ from torch import Tensor, nn
 import holdfast
 
 EVALUATION = "evaluation"
+NEEDED = {"model", "optimizer", "scheduler", "data", "metrics", "training", "checkpoint"}
+TRAINING = {"steps", "evaluate_every", "save_evaluation_every"}
 
 
 class Evaluation:
@@ -149,6 +151,23 @@ class Training:
         report(evaluated=step, **results)
 
 
+def read_recipe(path: Path) -> dict[str, Any]:
+    """Return the recipe of a file. An unknown key is an error: `laod` must not mean a training from scratch."""
+    recipe = yaml.safe_load(path.read_text())
+    for place, entry, wanted, optional in (
+        ("the recipe", recipe, NEEDED, {"load"}),
+        ("training", recipe.get("training", {}), TRAINING, set()),
+        ("load", recipe.get("load", {"source": None, "strategy": None}), {"source", "strategy"}, set()),
+    ):
+        if unknown := set(entry) - wanted - optional:
+            raise SystemExit(
+                f"{path}: {place} has no key '{min(unknown)}'; it has {', '.join(sorted(wanted | optional))}"
+            )
+        if missing := wanted - set(entry):
+            raise SystemExit(f"{path}: {place} needs '{min(missing)}'")
+    return recipe
+
+
 def report(**values: Any) -> None:
     print(json.dumps(values), flush=True)
 
@@ -156,7 +175,7 @@ def report(**values: Any) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("recipe", type=Path)
-    recipe = yaml.safe_load(parser.parse_args().recipe.read_text())
+    recipe = read_recipe(parser.parse_args().recipe)
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
     Training(recipe).run()

@@ -61,6 +61,15 @@ def run_script(
     return 0
 
 
+def message_of(rank: int, script: str, argument: str) -> str:
+    """Run an example that ends by `SystemExit` with a message; return it."""
+    sys.argv = [script, argument]
+    sys.path.insert(0, str((EXAMPLES / script).parent))
+    with pytest.raises(SystemExit) as found:
+        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+    return str(found.value.code)
+
+
 def run(
     script: str,
     *arguments: str | Path,
@@ -194,17 +203,26 @@ def preempted(*arguments: str | Path, **options: Any) -> list[Line]:
 
 @pytest.mark.guarantee("G8")
 def test_the_config_loop_resumes_exactly_after_a_kill_of_two_sharded_ranks(base: Path, tmp_path: Path) -> None:
-    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "killed"
-    expected = complete(*tuning(base, undisturbed), folder=undisturbed, ranks=2)
-    before = killed(*tuning(base, disturbed), folder=disturbed, ranks=2, at={"step": 14})
-    after = complete(*tuning(base, disturbed), folder=disturbed, ranks=2)
+    undisturbed, disturbed, alone = (tmp_path / name for name in ("undisturbed", "killed", "alone"))
+    expected = by_step(complete(*tuning(base, undisturbed), folder=undisturbed, ranks=2))
 
+    start = tuning(base, disturbed)
+    before = preempted(*start, folder=disturbed, ranks=2, at={"evaluated": 3}, number=signal.SIGTERM)
+    assert holdfast.resolve(disturbed / "runs/tuned").progress["unevaluated"]
+    before += killed(*start, folder=disturbed, ranks=2, at={"step": 14})
+    after = complete(*start, folder=disturbed, ranks=2)
     assert {"resumed_from": 12, "ranks": 2} in after
     assert sorted(by_step(after)) == list(range(13, 30))
-    assert {**by_step(before), **by_step(after)} == by_step(expected)
+    assert {**by_step(before), **by_step(after)} == expected
     assert state_of(disturbed / "runs/tuned") == state_of(undisturbed / "runs/tuned")
     stored = state_of(disturbed / "runs/tuned")["tensors"]
     assert {name for name in stored if name.startswith("model.")} == {"model.head.weight", "model.head.bias"}
+
+    shutil.copytree(disturbed, alone, symlinks=True)
+    longer = tuning(base, alone, "steps = 30", "steps = 34")
+    lines = complete(*longer, folder=alone)
+    assert {"resumed_from": 29, "ranks": 1} in lines
+    assert sorted(by_step(lines)) == [30, 31, 32, 33]
 
 
 @pytest.mark.guarantee("G8")
@@ -242,9 +260,28 @@ def test_the_config_loop_refuses_another_base_and_another_freeze(base: Path, tmp
     error = refused(*tuning(base, tmp_path, "@best:val_loss", "@50"), folder=tmp_path)
     assert isinstance(error, holdfast.GuardMismatchError)
 
-    misspelt = tuning(base, tmp_path, "every_steps = 4", "every_step = 4")
-    error = refused(*misspelt, folder=tmp_path)
-    assert "did you mean 'save.every_steps'?" in str(error)
+
+@pytest.mark.parametrize(
+    ("script", "config", "old", "new", "message"),
+    [
+        (LOOP, "config_loop/tune.toml", "every_steps", "every_step", "did you mean 'save.every_steps'?"),
+        (LOOP, "config_loop/tune.toml", "freeze", "freez", "unexpected keyword argument 'freez'"),
+        (LOOP, "config_loop/tune.toml", "[warm_start]", "[warmstart]", "unexpected keyword argument 'warmstart'"),
+        ("recipe/run.py", "recipe/transfer.yaml", "load:", "laod:", "the recipe has no key 'laod'"),
+        ("recipe/run.py", "recipe/transfer.yaml", "name: sgd", "name: sdg", "there is no 'sdg'; there are adamw, sgd"),
+        ("recipe/run.py", "recipe/transfer.yaml", "lr: 0.1", "lr: 0.1, mom: 0", "unexpected keyword argument 'mom'"),
+    ],
+    ids=["a key of Holdfast's", "a key", "a table", "a part of a recipe", "a name", "an option"],
+)
+def test_what_is_misspelt_in_a_config_is_refused(
+    tmp_path: Path, script: str, config: str, old: str, new: str, message: str
+) -> None:
+    text = (EXAMPLES / config).read_text()
+    assert old in text
+    path = tmp_path / Path(config).name
+    path.write_text(text.replace(old, new))
+    (outcome,) = run_ranks(1, message_of, script, str(path), backend=None)
+    assert message in outcome.unwrap()
 
 
 def test_the_batch_script_requeues_a_job_that_ran_out_of_time(tmp_path: Path) -> None:
