@@ -29,6 +29,7 @@ ELSEWHERE = {
     "formats/hub/safetensors": "tests/unit/formats/exporting/test_export.py tests/unit/formats/weights/test_load.py",
     "formats/importing/models": "tests/unit/formats/importing/test_optimizers.py",
     "formats/importing/naming": "tests/unit/formats/importing/test_optimizers.py",
+    "formats/importing/accelerate_folder": "tests/integrations/test_accelerate.py",
     "formats/importing/lightning": "tests/unit/formats/importing/test_importing.py tests/compat/test_import.py",
     "formats/importing/plain": "tests/unit/formats/importing/test_importing.py",
     "formats/importing/random_state": "tests/unit/formats/importing/test_importing.py tests/compat/test_import.py",
