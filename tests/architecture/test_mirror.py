@@ -44,7 +44,8 @@ ELSEWHERE = {
     "formats/weights/meta": "tests/unit/formats/weights/test_load.py tests/distributed/test_load_weights.py",
     "formats/weights/report": "tests/unit/formats/weights/test_load.py",
     # Each with the real framework.
-    "integrations": "tests/integrations/test_observers.py tests/integrations/test_ray.py",
+    "integrations": "tests/integrations/test_observers.py tests/integrations/test_ray.py "
+    "tests/integrations/test_transformers.py",
     # Parts of one step, tested through the step.
     "loading/arrays": "tests/unit/loading/test_reader.py",
     "loading/components": "tests/behaviour/test_strictness.py tests/unit/manager/test_manager.py",
