@@ -73,7 +73,9 @@ def uninterrupted(*, module: Callable[[], Net] = Net, saving: Any = None, **opti
         ((12, 13), {"module": lambda: Net(plateau="epoch")}),
         ((7, 12, 20), {"module": lambda: Net(plateau="epoch"), "val_check_interval": 0.5, "saving": {}}),
         ((13,), {"saving": {"save_on_train_epoch_end": False, "monitor": "val_loss"}}),
-        ((9,), {"saving": {"train_time_interval": timedelta(0)}, "accumulate_grad_batches": 4}),
+        ((9,), {"saving": {"train_time_interval": timedelta(0)}}),
+        # The validation after batch 6 asks for a save, in the middle of the second accumulation.
+        ((9,), {"saving": {"save_on_train_epoch_end": False}, "accumulate_grad_batches": 4, "val_check_interval": 0.5}),
     ],
     ids=str,
 )
