@@ -344,13 +344,13 @@ def test_a_non_persistent_save_is_refused(tmp_path: Path) -> None:
         ("optimizer", "use_distributed_optimizer", True),
     ],
 )
-def test_state_that_is_cut_over_ranks_is_refused_before_anything_is_stored(
+def test_cut_state_of_objects_that_do_not_know_how_they_are_cut_is_refused_before_anything_is_stored(
     tmp_path: Path, part: str, setting: str, value: Any
 ) -> None:
     cfg = bridge.config(tmp_path / "run")
     setattr(getattr(cfg, part), setting, value)
     made = bridge.build(cfg)
-    with pytest.raises(holdfast.UsageError, match=f"{setting}.*HoldfastSaveStrategy"):
+    with pytest.raises(holdfast.UsageError, match=f"{setting}.*Net has no sharded_state_dict"):
         made.manager.save(made.save_context(), None)
     assert not (tmp_path / "run").exists()
 
