@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -88,6 +89,7 @@ class MegatronBridgeManager:
         self._sharded: Any = None
         self._state: dict[str, Any] = {}
         self._tracked: list[_Tracked] = []
+        self._committed: list[_Tracked] = []
         self._is_terminated = False
         self._has_warned_of_data = False
 
@@ -113,7 +115,8 @@ class MegatronBridgeManager:
             self._save_sharded(ctx, callback_manager, step, progress)
             return
         inner, state = self._opened(ctx), self._state_of(ctx)
-        handle = inner.save(holdfast.SaveContext(step=step, state=state, progress=progress))
+        with self._forgetting_failures():
+            handle = inner.save(holdfast.SaveContext(step=step, state=state, progress=progress))
         # A save waits for the one before it, on all ranks alike: so what is done now, is done on all of them.
         self._report_committed()
         self._tracked.append(_Tracked(step, handle, ctx, callback_manager))
@@ -144,13 +147,14 @@ class MegatronBridgeManager:
     def finalize_async_saves(self, state: Any = None, blocking: bool = False, terminate: bool = False) -> None:
         """Raise what failed in the background; with `blocking`, when all saves have ended. `terminate` closes. May be
         called any number of times, also after that."""
+        self._is_terminated = self._is_terminated or terminate
         if self._inner is not None:
-            self._inner.finalize_async_saves(blocking=blocking, terminate=terminate)
+            with self._forgetting_failures():
+                self._inner.finalize_async_saves(blocking=blocking, terminate=terminate)
             if blocking or terminate:
                 self._report_committed()
             else:
-                self._move_tracker()
-        self._is_terminated = self._is_terminated or terminate
+                self._note_ended()
 
     # Models and optimizers of megatron-core
 
@@ -339,24 +343,36 @@ class MegatronBridgeManager:
     # After the commit
 
     def _report_committed(self) -> None:
-        """Call back for the saves that have ended. Only where all ranks are at the same place: a callback may be one
-        that needs all of them."""
-        self._move_tracker()
+        """Call back for the saves that were committed. Only where all ranks are at the same place: a callback may be
+        one that needs all of them."""
+        self._note_ended()
+        while self._committed:
+            tracked = self._committed.pop(0)
+            _fire(tracked.context, tracked.callbacks)
+
+    def _note_ended(self) -> None:
+        """Note which saves were committed, and let the file by which Bridge finds a run name the last of them."""
         while self._tracked and self._tracked[0].handle.done():
             tracked = self._tracked.pop(0)
+            tracked.handle.wait()  # raises if it failed, and so nothing takes it for committed
             if not tracked.handle.skipped:
-                _fire(tracked.context, tracked.callbacks)
+                self._committed.append(tracked)
+            if _rank() == 0:
+                write_tracker(self.checkpoint_config.save, tracked.step)
 
-    def _move_tracker(self) -> None:
-        """Let the file by which Bridge finds a run name the last committed iteration."""
-        steps = [one.step for one in self._tracked if one.handle.done()]
-        if steps and _rank() == 0:
-            write_tracker(self.checkpoint_config.save, steps[-1])
+    @contextmanager
+    def _forgetting_failures(self) -> Iterator[None]:
+        """Forget the saves that have ended if an error is raised: it is that of one of them, and is raised once."""
+        try:
+            yield
+        except BaseException:
+            self._tracked = [one for one in self._tracked if not one.handle.done()]
+            raise
 
 
 @dataclass(frozen=True, slots=True)
 class _Tracked:
-    """A save that is under way, or was just committed."""
+    """A save that is under way, or was just committed, and for whom to call back."""
 
     step: int
     handle: holdfast.SaveHandle
