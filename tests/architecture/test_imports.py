@@ -19,7 +19,7 @@ from tests.architecture.imports import (
 
 TIERS = [
     {"cli", "integrations", "plugins", "testing"},
-    {"formats"},
+    {"data", "formats"},
     {"manager"},
     {"saving", "loading"},
     {"state", "runs"},

@@ -16,6 +16,7 @@ import holdfast
 from holdfast import CheckpointManager
 from holdfast.errors import StateMismatchError, UsageError
 from holdfast.saving.staging.step_hooks import changes_in_step_alone
+from tests.containers import FlatContainer
 
 
 class Lookahead(Optimizer):
@@ -233,3 +234,102 @@ def test_what_can_change_outside_of_a_hooked_step_is_not_left_to_the_hooks() -> 
     assert changes_in_step_alone(Quiet(parameters))
     assert not changes_in_step_alone(TwoSteps(parameters))
     assert not changes_in_step_alone(Lookahead(torch.optim.AdamW(parameters)))
+    assert not changes_in_step_alone(Several(parameters))
+
+
+def losses(model: nn.Module, optimizer: Optimizer, steps: int) -> list[float]:
+    found = []
+    for step in range(steps):
+        loss = model(torch.full((2, 3), step + 1.0)).float().pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def test_a_manager_and_a_save_leave_a_container_without_state_as_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torchtitan's makes its state by a step when it is asked for it, which Adam would count."""
+    expected = losses(model := model_of(), FlatContainer(model), 3)
+    model = model_of()
+    optimizer = FlatContainer(model)
+    with CheckpointManager(tmp_path, {"model": model, "optimizer": optimizer}) as manager:
+        assert [len(one.state) for one in optimizer.optimizers] == [0, 0]
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert "made one by a step" not in caplog.text
+        manager.save(0, wait=True)
+        assert "made one by a step" in caplog.text
+        caplog.clear()
+        assert losses(model, optimizer, 3) == expected
+        manager.save(3)
+    assert "made one by a step" not in caplog.text
+
+
+def test_a_refused_restore_leaves_a_container_without_state(tmp_path: Path) -> None:
+    model = model_of()
+    optimizer = FlatContainer(model)
+    with CheckpointManager(tmp_path, {"model": model, "optimizer": optimizer}) as manager:
+        losses(model, optimizer, 2)
+        manager.save(2)
+    other = nn.Sequential(nn.Linear(3, 9), nn.Linear(9, 2))
+    its_optimizer = FlatContainer(other)
+    with CheckpointManager(tmp_path, {"model": other, "optimizer": its_optimizer}) as manager:
+        with pytest.raises(StateMismatchError):
+            manager.restore()
+    assert [len(one.state) for one in its_optimizer.optimizers] == [0, 0]
+
+
+class WideMoments(Optimizer):
+    """Keeps its moments in a wider type than its parameters have."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state.setdefault("moment", torch.zeros_like(parameter, dtype=torch.float32))
+                    state["moment"] += parameter.grad.float() / 3
+
+
+def test_the_optimizers_in_a_container_keep_the_types_of_their_state(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def parts() -> tuple[nn.Module, FlatContainer]:
+        model = model_of(torch.bfloat16)
+        return model, FlatContainer(model, WideMoments)
+
+    model, optimizer = parts()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    with CheckpointManager(tmp_path, {"model": model, "optimizer": optimizer}) as manager:
+        manager.save(1)
+    second, its_optimizer = parts()
+    with CheckpointManager(tmp_path, {"model": second, "optimizer": its_optimizer}) as manager:
+        manager.restore()
+    for key, value in optimizer.state_dict().items():
+        found = its_optimizer.state_dict()[key]
+        assert torch.equal(found, value) and found.dtype == value.dtype if torch.is_tensor(value) else found == value
+    assert "lost precision" not in caplog.text
+
+
+def test_state_that_an_optimizer_does_not_take_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of()
+    optimizer = FlatContainer(model)
+    with CheckpointManager(tmp_path, {"model": model, "optimizer": optimizer}) as manager:
+        losses(model, optimizer, 2)
+        manager.save(2)
+    second = model_of()
+    its_optimizer = FlatContainer(second)
+    # With a gradient it makes no state, and then takes none: in the middle of an accumulation.
+    second(torch.ones(2, 3)).sum().backward()
+    with CheckpointManager(tmp_path, {"model": second, "optimizer": its_optimizer}) as manager:
+        manager.restore()
+    assert "did not take" in caplog.text
+    assert "state.0.weight.exp_avg" in caplog.text or "state.0.weight.step" in caplog.text

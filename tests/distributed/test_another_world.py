@@ -12,10 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 import holdfast
+from holdfast.data import ResumableLoader
 from holdfast.errors import StateMismatchError
 from tests.distributed.scenes import AdaptingHolder, Holder, Play, bits, caught, meet, run_scenes, the_same_error, trees
 
@@ -113,10 +115,11 @@ def a_refusal(rank: int, folder: Path) -> Any:
 # Loaders and samplers of other people
 
 
-def stock_loader(rank: int, size: int) -> tuple[StatefulDataLoader, Any]:
+def stock_loader(rank: int, size: int) -> tuple[StatefulDataLoader, Any, Any]:
     data = list(range(40))
+    plain = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, size, rank), collate_fn=list)
     sampler = StatefulDistributedSampler(data, num_replicas=size, rank=rank, shuffle=True, seed=3)
-    return StatefulDataLoader(data, batch_size=2, sampler=sampler, collate_fn=list), sampler
+    return StatefulDataLoader(data, batch_size=2, sampler=sampler, collate_fn=list), sampler, ResumableLoader(plain)
 
 
 def stock_loaders(rank: int, folder: Path) -> Any:
@@ -129,7 +132,7 @@ def stock_loaders(rank: int, folder: Path) -> Any:
         return {"model": model, "data": made[component]}
 
     seen = []
-    for component in (0, 1):
+    for component in (0, 1, 2):
         run = folder / str(component)
         save_on_rank_0_alone(rank, run, lambda component=component: saved(component), rng=False)  # type: ignore[misc]
         for way in ("error", "adapt"):
@@ -153,6 +156,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Play, Path]:
     return run_scenes(2, SCENES, folder), folder
 
 
+@pytest.mark.guarantee("G8")
 def test_the_state_of_one_rank_is_adapted_to_two(played: tuple[Play, Path]) -> None:
     seen = played[0]("from_one_rank")
     for rank, (state, _) in enumerate(seen):
@@ -160,6 +164,7 @@ def test_the_state_of_one_rank_is_adapted_to_two(played: tuple[Play, Path]) -> N
     assert all(one != other for one, other in zip(seen[0][1], seen[1][1], strict=True)), "no two ranks draw the same"
 
 
+@pytest.mark.guarantee("G8")
 def test_what_cannot_adapt_is_not_given_the_state_of_the_only_rank(played: tuple[Play, Path]) -> None:
     seen = played[0]("of_one_rank_that_cannot_adapt")
     error = the_same_error([error for error, _ in seen])
@@ -179,6 +184,7 @@ def test_what_takes_the_states_of_all_ranks_has_one_on_each_while_they_are_equal
     ]
 
 
+@pytest.mark.guarantee("G8")
 def test_a_component_that_refuses_its_state_on_one_rank_leaves_all_ranks_as_they_were(
     played: tuple[Play, Path],
 ) -> None:
@@ -190,6 +196,7 @@ def test_a_component_that_refuses_its_state_on_one_rank_leaves_all_ranks_as_they
         assert all(untouched for _, untouched in found), number
 
 
+@pytest.mark.guarantee("G8")
 def test_a_loader_of_one_ranks_share_is_refused_on_another_number_of_ranks(played: tuple[Play, Path]) -> None:
     for found in zip(*played[0]("stock_loaders"), strict=True):
         error = the_same_error([error for error, _, _ in found])

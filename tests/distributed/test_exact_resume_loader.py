@@ -1,4 +1,7 @@
-"""G8 with torchdata's StatefulDataLoader, in trainings whose every step draws random numbers."""
+"""G8 with torchdata's StatefulDataLoader: what happens to it between a restore and its first batch, and around a save.
+
+Every order, number of workers and stop is in `test_loader_matrix.py`.
+"""
 
 from __future__ import annotations
 
@@ -12,48 +15,25 @@ import numpy
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import holdfast
-from holdfast.testing import values
-from tests.ranks import run_ranks
 
 BATCHES = 5  # of an epoch
 STEPS = 3 * BATCHES + 2
-# In the middle of an epoch; before its last batch; after its last batch, before the loader was asked for more.
-STOPS = {"mid-epoch": BATCHES + 3, "one batch left": 2 * BATCHES - 1, "last batch": 2 * BATCHES}
+MID_EPOCH = BATCHES + 3
 
 
 class Training:
     """A model with dropout and a loader. The losses and draws from all three global generators are compared."""
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        *,
-        workers: int = 0,
-        shuffle: bool = True,
-        persistent: bool = False,
-        own: bool = False,
-    ) -> None:
+    def __init__(self) -> None:
         torch.manual_seed(1)
         self.model: nn.Module = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.3), nn.Linear(8, 1))
-        if size > 1:
-            self.model = DistributedDataParallel(self.model)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
-        data = torch.randn(size * BATCHES * 2, 3, generator=torch.Generator().manual_seed(2))[rank::size]
-        torch.manual_seed(100 + rank)
-        self.loader = StatefulDataLoader(
-            list(data),
-            batch_size=2,
-            shuffle=shuffle,
-            num_workers=workers,
-            persistent_workers=persistent,
-            generator=torch.Generator().manual_seed(4) if own else None,
-            multiprocessing_context="fork" if workers else None,
-        )
+        data = torch.randn(BATCHES * 2, 3, generator=torch.Generator().manual_seed(2))
+        torch.manual_seed(100)
+        self.loader = StatefulDataLoader(list(data), batch_size=2, shuffle=True)
         self.state = {"model": self.model, "optimizer": self.optimizer, "loader": self.loader}
 
     def train(self, start: int, manager: Any, stop: int) -> list[Any]:
@@ -73,63 +53,12 @@ class Training:
         return seen
 
 
-def train_twice(rank: int, size: int, run: str, stop: int, options: dict[str, Any]) -> tuple[list[Any], list[Any]]:
-    """Train without a break and save in between; then resume from that save, with new objects and other seeds."""
-    first = Training(rank, size, **options)
-    with holdfast.CheckpointManager(run, first.state, mode="sync") as manager:
-        uninterrupted = first.train(0, manager, stop)[stop:]
-    second = Training(rank, size, **options)
-    torch.manual_seed(31337)
-    random.seed(31337)
-    numpy.random.seed(31337)
-    with holdfast.CheckpointManager(run, second.state, mode="sync") as manager:
-        assert manager.restore().step == stop
-        return uninterrupted, second.train(stop, manager, -1)
-
-
-@pytest.mark.guarantee("G8")
-@pytest.mark.parametrize("shuffle", [False, True], ids=["sequential", "shuffled"])
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("stop", STOPS)
-def test_a_stateful_data_loader_resumes_exactly(stop: str, workers: int, shuffle: bool, tmp_path: Path) -> None:
-    options = {"workers": workers, "shuffle": shuffle}
-    uninterrupted, resumed = train_twice(0, 1, str(tmp_path / "run"), STOPS[stop], options)
-    assert resumed == uninterrupted
-
-
-@pytest.mark.guarantee("G8")
-def test_a_stateful_data_loader_with_persistent_workers_resumes_exactly(tmp_path: Path) -> None:
-    options = {"workers": 2, "persistent": True}
-    uninterrupted, resumed = train_twice(0, 1, str(tmp_path / "run"), STOPS["mid-epoch"], options)
-    assert resumed == uninterrupted
-
-
-@pytest.mark.guarantee("G8")
-@pytest.mark.parametrize("stop", ["mid-epoch", "last batch"])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_stateful_data_loader_with_a_generator_of_its_own_resumes_exactly(
-    workers: int, stop: str, tmp_path: Path
-) -> None:
-    options = {"workers": workers, "own": True}
-    uninterrupted, resumed = train_twice(0, 1, str(tmp_path / "run"), STOPS[stop], options)
-    assert resumed == uninterrupted
-
-
-@pytest.mark.guarantee("G8")
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_stateful_data_loader_on_two_ranks_resumes_exactly(workers: int, tmp_path: Path) -> None:
-    options = {"workers": workers}
-    outcomes = run_ranks(2, train_twice, 2, str(tmp_path / "run"), STOPS["mid-epoch"], options)
-    for rank, (uninterrupted, resumed) in enumerate(values(outcomes)):
-        assert resumed == uninterrupted, f"rank {rank}"
-
-
-def _restored(run: Path, **options: Any) -> Training:
+def _restored(run: Path) -> Training:
     """A training whose loader was restored in the middle of an epoch and has not been asked for a batch since."""
-    first = Training(0, 1, **options)
+    first = Training()
     with holdfast.CheckpointManager(run, first.state, mode="sync") as manager:
-        first.train(0, manager, STOPS["mid-epoch"])
-    second = Training(0, 1, **options)
+        first.train(0, manager, MID_EPOCH)
+    second = Training()
     with holdfast.CheckpointManager(run, second.state, mode="sync") as manager:
         manager.restore()
     return second
@@ -166,7 +95,7 @@ def test_a_loader_that_fails_to_build_its_iterator_draws_nothing_the_next_time(t
 
 
 def test_state_that_is_given_back_without_a_manager_is_taken_up_without_a_draw() -> None:
-    first, second = Training(0, 1), Training(0, 1)
+    first, second = Training(), Training()
     batches = iter(first.loader)
     next(batches)
     holdfast.restore_train_state(second.state, holdfast.build_train_state(first.state))
@@ -192,7 +121,7 @@ def test_a_save_before_the_first_batch_resumes_exactly_wherever_the_random_state
             manager.attach("loader", loader)
         return manager
 
-    first, second = Training(0, 1), Training(0, 1)
+    first, second = Training(), Training()
     torch.manual_seed(5)
     with opened(first) as manager:
         manager.save(0)
@@ -205,7 +134,7 @@ def test_a_save_before_the_first_batch_resumes_exactly_wherever_the_random_state
 
 @pytest.mark.guarantee("G8")
 def test_a_loader_that_is_attached_after_the_restore_leaves_the_random_state(tmp_path: Path) -> None:
-    first, second = Training(0, 1), Training(0, 1)
+    first, second = Training(), Training()
     batches = iter(first.loader)
     next(batches)
     with holdfast.CheckpointManager(tmp_path / "run", first.state, mode="sync") as manager:

@@ -274,6 +274,14 @@ def lost_order(rank: int, folder: str) -> str:
     return "\n".join(records)
 
 
+def test_workers_that_began_in_another_order_than_the_samplers_are_refused(tmp_path: Path) -> None:
+    loader = accelerator().prepare(
+        DataLoader(list(range(8)), shuffle=True, num_workers=1, multiprocessing_context="fork")
+    )
+    with pytest.raises(UsageError, match="not that of its SeedableRandomSampler"):
+        holdfast.CheckpointManager(tmp_path / "run", {"loader": loader})
+
+
 @pytest.mark.slow
 def test_an_order_that_is_lost_in_the_share_of_a_rank_is_warned_of(
     two_ranks: list[tuple[list[int], list[str], str]],

@@ -52,6 +52,7 @@ class Matched:
             renamed=_all(self.fitted, "renamed"),
             cast=_all(self.fitted, "cast"),
             rules=tuple(sorted({rule for one in self.fitted for rule in one.rules})),
+            deferred=tuple(one.component for one in self.fitted if request.defer_rng and _is_rng(one, request)),
         )
 
     def _shares(self, request: LoadRequest) -> tuple[Share, ...]:
@@ -62,7 +63,7 @@ class Matched:
         shares = []
         for name in self.chosen:
             one = fitted.get(name)
-            if one is not None and not isinstance(unwrap(components[name]), RNGState):
+            if one is not None and not _is_rng(one, request):
                 shares.append(Share(name, one.kind, True, one.held, one.stored, one.common, len(one.missing)))
             elif one is None:
                 held = int(holds_state(components[name]))
@@ -148,6 +149,10 @@ def _check_renamed(strategy: LoadStrategy, kinds: Mapping[str, str], trees: Mapp
                 f"rename names the component '{name}', which is " + ("no model" if kind else "not there"),
                 advice=f"the manager has the models {models}; state of optimizers follows them",
             )
+
+
+def _is_rng(fitted: Fitted, request: LoadRequest) -> bool:
+    return isinstance(unwrap(request.components[fitted.component]), RNGState)
 
 
 def _all(fitted: Sequence[Fitted], name: str) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -19,7 +20,7 @@ from holdfast.loading.filling import Filling
 from holdfast.loading.guards import check_guards
 from holdfast.loading.match import Place
 from holdfast.loading.records import Loaded, LoadRequest, NothingToLoad
-from holdfast.loading.restore import restore_tensors, restore_values
+from holdfast.loading.restore import restore_random_state, restore_tensors, restore_values
 from holdfast.loading.strategy import Verify
 from holdfast.loading.verdict import MatchReport, Texts, Verdict, judge, log_differences, union
 from holdfast.ranks.base import Ranks, together
@@ -110,7 +111,7 @@ class _Attempt:
         left_out = [f"{leaf}: left out by exclude" for one in self._matched.fitted for leaf in sorted(one.left_out)]
         return Loaded(
             self.checkpoint,
-            restored=tuple(one.component for one in self._matched.fitted),
+            restored=tuple(one.component for one in self._matched.fitted if one.component not in verdict.deferred),
             missing=(*self._matched.absent, *verdict.missing),
             skipped=(*self._matched.skipped, *verdict.unexpected, *left_out),
             passed_over=tuple(rejected.folders),
@@ -120,6 +121,13 @@ class _Attempt:
             accepted=verdict.accepted,
             renamed=verdict.renamed,
             cast=verdict.cast,
+            deferred=verdict.deferred,
+            # Only these: the others hold on to memory of the restore.
+            set_rng=partial(
+                restore_random_state,
+                [one for one in self._matched.fitted if one.component in verdict.deferred],
+                self._request.components,
+            ),
         )
 
     def _match_here(self) -> MatchReport:
@@ -148,6 +156,8 @@ class _Attempt:
         self._filling.fill_live()
         self._clock.end_of("read")
         restore_tensors(self._matched.fitted, self._request.components)
+        if not self._request.defer_rng:
+            restore_random_state(self._matched.fitted, self._request.components)
 
 
 class _Rejected:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,8 @@ __all__ = ["LoadRequest", "Loaded", "NothingToLoad"]
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """What to restore into which live objects. `globs_must_match`: an `exclude` that matches no leaf is an error."""
+    """What to restore into which live objects. `globs_must_match`: an `exclude` that matches no leaf is an error.
+    `defer_rng`: the random state is read and checked, and set later, by a call of its own."""
 
     selector: Selector
     components: Mapping[str, Any]
@@ -26,6 +27,7 @@ class LoadRequest:
     verify: Verify = "full"
     unwanted: Set[str] = frozenset()
     globs_must_match: bool = True
+    defer_rng: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,8 @@ class Loaded:
     """What was restored, from where, and what was not. `phases` are the seconds of each part, by name. `unclaimed` are
     the components of the checkpoint that no rank holds and that the strategy does not leave out. `accepted` are the
     differences that only a loose strategy lets pass, `renamed` and `cast` the leaves that have another name or type in
-    the checkpoint."""
+    the checkpoint. `deferred` are the components of the random state that are to be set later, on any rank, and
+    `set_rng` sets those of this one."""
 
     checkpoint: Checkpoint
     restored: tuple[str, ...]
@@ -46,6 +49,8 @@ class Loaded:
     accepted: tuple[str, ...] = ()
     renamed: tuple[str, ...] = ()
     cast: tuple[str, ...] = ()
+    deferred: tuple[str, ...] = ()
+    set_rng: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)

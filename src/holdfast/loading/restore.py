@@ -19,6 +19,8 @@ from holdfast.state.loaders import shield_random_state
 from holdfast.state.names import is_stateful_loader, unwrap
 from holdfast.state.rng import RNGState, random_state_kept
 
+_TENSORS_CHANGED = "the live tensors had been filled before; restore another checkpoint before you go on"
+
 
 def restore_values(fitted: Sequence[Fitted], components: Mapping[str, Any]) -> None:
     """Take up what goes through a component's own `load_state_dict`."""
@@ -34,15 +36,18 @@ def restore_values(fitted: Sequence[Fitted], components: Mapping[str, Any]) -> N
 
 
 def restore_tensors(fitted: Sequence[Fitted], components: Mapping[str, Any]) -> None:
-    """Take up models and optimizers, whose memory is filled by now, and the random state after everything else."""
-    changed = "the live tensors had been filled before; restore another checkpoint before you go on"
+    """Take up models and optimizers, whose memory is filled by now."""
     for one in fitted:
         if one.kind != "values":
-            _take_up(one, changed)
+            _take_up(one, _TENSORS_CHANGED)
     _carry_learning_rates([one.component for one in fitted], components)
+
+
+def restore_random_state(fitted: Sequence[Fitted], components: Mapping[str, Any]) -> None:
+    """Take up the random state, after everything else."""
     for one in fitted:
         if _is_random_state(one, components):
-            _take_up(one, changed)
+            _take_up(one, _TENSORS_CHANGED)
 
 
 def _is_random_state(fitted: Fitted, components: Mapping[str, Any]) -> bool:

@@ -61,6 +61,7 @@ class MatchReport(msgspec.Struct, frozen=True, array_like=True):
     renamed: tuple[str, ...] = ()
     cast: tuple[str, ...] = ()
     rules: tuple[tuple[str, str], ...] = ()
+    deferred: tuple[str, ...] = ()
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
@@ -74,6 +75,7 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
     accepted: tuple[str, ...] = ()
     renamed: tuple[str, ...] = ()
     cast: tuple[str, ...] = ()
+    deferred: tuple[str, ...] = ()
 
 
 def judge(reports: Sequence[MatchReport], request: LoadRequest, checkpoint: Checkpoint) -> Verdict:
@@ -110,6 +112,7 @@ def judge(reports: Sequence[MatchReport], request: LoadRequest, checkpoint: Chec
         accepted=union([report.accepted for report in reports]),
         renamed=union([report.renamed for report in reports]),
         cast=union([report.cast for report in reports]),
+        deferred=union([report.deferred for report in reports]),
     )
 
 

@@ -7,13 +7,15 @@ what its parent built is its parent's.
 from __future__ import annotations
 
 import logging
+from types import TracebackType
+from typing import Self
 
 from holdfast.errors import ClosedError, HoldfastError
 from holdfast.manager.open_run import OpenRun
 
 logger = logging.getLogger("holdfast")
 
-__all__ = ["Lifetime"]
+__all__ = ["Closable", "Lifetime"]
 
 
 class Lifetime:
@@ -34,6 +36,7 @@ class Lifetime:
         if self._closed or self._run.saver.is_inherited:
             return
         self._closed = True
+        self._run.deferred_rng.warn_if_unset()
         failure = self._finish_background_work()
         self._run.saver.close()
         if failure is not None:
@@ -44,6 +47,8 @@ class Lifetime:
         if self._closed or self._run.saver.is_inherited:
             return
         self._closed = True
+        if error is None:
+            self._run.deferred_rng.warn_if_unset()
         failure = self._finish_background_work()
         self._run.saver.close_after(error)
         if failure is not None and error is None:
@@ -60,3 +65,22 @@ class Lifetime:
         self._run.housekeeper.close()
         self._run.pace.close()
         return failure
+
+
+class Closable:
+    """Something with a `_lifetime`: `close` and the end of a `with` block end it."""
+
+    _lifetime: Lifetime
+
+    def close(self) -> None:
+        """Finish what is pending, end the writer process and give its memory back; raise what failed, once.
+        Idempotent."""
+        self._lifetime.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lifetime.close_after(error)

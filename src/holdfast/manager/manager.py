@@ -6,8 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from holdfast.loading.resolve import Location
 from holdfast.loading.strategy import LoadStrategy, Verify
@@ -24,9 +23,9 @@ from holdfast.manager.arguments import (
 )
 from holdfast.manager.assets import AssetsArgument
 from holdfast.manager.components import Components
-from holdfast.manager.lifetime import Lifetime
+from holdfast.manager.lifetime import Closable, Lifetime
 from holdfast.manager.open_run import OpenRun
-from holdfast.manager.restores import Restores, Resume
+from holdfast.manager.restores import RestoreRNG, Restores, Resume
 from holdfast.manager.results import RestoreResult, SaveHandle
 from holdfast.manager.saves import SaveArguments, Saves, Stored
 from holdfast.manager.schedule import Pace
@@ -48,7 +47,7 @@ from holdfast.storage.registry import storage_for
 __all__ = ["CheckpointManager"]
 
 
-class CheckpointManager:
+class CheckpointManager(Closable):
     """Saves and restores the state of a training run.
 
     run: the folder or URL that holds the run's checkpoints.
@@ -154,9 +153,17 @@ class CheckpointManager:
 
     @property
     def should_stop(self) -> bool:
-        """Return whether a signal or a time limit asks to stop, as of the last `step` or `should_save`; the same on
-        all ranks. For loops that do not use the result of `step`."""
+        """Return whether a signal or a time limit asks to stop, as of the last `step`, `should_save` or
+        `should_stop_now`; the same on all ranks. For loops that do not use the result of `step`."""
         return self._run.pace.should_stop
+
+    def should_stop_now(self) -> bool:
+        """Return whether a signal (`OnSignal`) or a time limit (`TimeLimit`) of `save=` asks to stop by now; False
+        without such a trigger. For where no step is done, such as an evaluation: all ranks call it, as often, and all
+        get the same, also where the signal came to one of them. Saves nothing: the next `step` does, and returns True.
+        """
+        self._lifetime.require_open()
+        return self._run.pace.ask_to_stop()
 
     def step(
         self,
@@ -176,6 +183,7 @@ class CheckpointManager:
         is how many epochs are done by now.
         """
         self._lifetime.require_open()
+        self._run.deferred_rng.require_set()
         step = check_step(step)
         wish = self._run.pace.ask(step, check_epoch(epoch))
         given = SaveArguments(metrics=metrics, progress=progress, extra=extra, guards=guards, epoch=epoch)
@@ -201,6 +209,7 @@ class CheckpointManager:
         epoch: int | None = None,
         assets: AssetsArgument | None = None,
         resave: bool = False,
+        components: Sequence[str] | None = None,
         wait: bool = False,
     ) -> SaveHandle:
         """Save the state after `step` was done. A step that this line of the run has committed is not written again;
@@ -214,6 +223,11 @@ class CheckpointManager:
         `assets` are files of this one checkpoint, beside those of the manager: a list of paths of files and folders,
         or a mapping of names to paths or bytes. Rank 0's are stored, as they are in this call: it reads them all, into
         the memory of the staged state in the asynchronous modes, so what is written to a file later does not count.
+
+        `components`, with `resave`, names those to store anew: the new checkpoint takes the rest over from the one of
+        this step that was saved or restored last, whatever the live state of the others is by now. It is written
+        before the call returns, and costs about as many bytes as these components have. What of metrics, progress,
+        extra, guards and epoch is not given is that checkpoint's; its tags are not taken over.
         """
         self._lifetime.require_open()
         given = SaveArguments(
@@ -225,6 +239,7 @@ class CheckpointManager:
             epoch=epoch,
             assets=assets,
             resave=resave,
+            components=components,
         )
         handle = self._saves.save(step, given)
         if wait:
@@ -237,14 +252,24 @@ class CheckpointManager:
         *,
         strategy: LoadStrategy | None = None,
         guards: Mapping[str, Any] | None = None,
+        rng: RestoreRNG = "now",
     ) -> RestoreResult:
         """Restore the run, or start fresh where there is nothing and nothing was asked for by name.
 
         `selector` is a selector of this run, or the path of another run or checkpoint, as `RUN`, `RUN@SELECTOR`, a
         folder, a manifest or a link.
+
+        With `rng="later"` the random state is read and checked with the rest, and set by `restore_rng`: for a loop that
+        draws random numbers between the restore and its first step. Until then `step` and `save` are errors.
         """
         self._lifetime.require_open()
-        return self._restores.restore(selector, strategy, guards)
+        return self._restores.restore(selector, strategy, guards, rng)
+
+    def restore_rng(self) -> bool:
+        """Set the random state that `restore(rng="later")` has read, once, on all ranks. Return whether there was one:
+        False after a fresh start, after a restore without a random state, and when it is set already."""
+        self._lifetime.require_open()
+        return self._run.deferred_rng.set()
 
     def attach(self, name: str, component: Any) -> bool:
         """Add a component that did not exist yet. If the restored checkpoint has its state, it gets it now: True.
@@ -333,19 +358,6 @@ class CheckpointManager:
         """Make the device wait for the copies of a save that still read the weights. Call it before changing them in
         any other way than by the `step` of an optimizer in the state, such as in place. Costs nothing when none do."""
         self._run.saver.wait_for_staging()
-
-    def close(self) -> None:
-        """Finish what is pending, end the writer process and give its memory back; raise what failed, once.
-        Idempotent."""
-        self._lifetime.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._lifetime.close_after(error)
 
     def __repr__(self) -> str:
         names = ", ".join(self._run.components.live)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from holdfast.manager.components import Components
+from holdfast.manager.deferred_rng import DeferredRNG
 from holdfast.manager.reports import Reports
 from holdfast.manager.schedule import Pace
 from holdfast.ranks.base import Ranks
@@ -34,6 +35,7 @@ class OpenRun:
     saver: Saver
     housekeeper: Housekeeper
     reports: Reports
+    deferred_rng: DeferredRNG
 
     @classmethod
     def connect(
@@ -60,7 +62,7 @@ class OpenRun:
         )
         reports = Reports(catalog, housekeeper, own=lambda: weak_saver.lineage.own)
         saver.on_commit = partial(_after_commit, reports, housekeeper)
-        return cls(catalog, ranks, components, pace, saver, housekeeper, reports)
+        return cls(catalog, ranks, components, pace, saver, housekeeper, reports, DeferredRNG(ranks))
 
     def become_writer(self) -> None:
         """Claim the run, and remove what a crash left in it. For the leader alone. Done when a manager that will save

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -21,7 +21,7 @@ from holdfast.loading.pipeline import load
 from holdfast.loading.records import Loaded, LoadRequest, NothingToLoad
 from holdfast.loading.resolve import NEVER_COMMITTED, locate
 from holdfast.loading.strategy import LoadStrategy, Verify
-from holdfast.manager.arguments import RNG, agree_on, wanted_guards
+from holdfast.manager.arguments import RNG, agree_on, one_of, wanted_guards
 from holdfast.manager.open_run import OpenRun
 from holdfast.manager.results import RestoreResult
 from holdfast.ondisk.paths import parse_folder
@@ -36,9 +36,10 @@ from holdfast.storage.registry import open_storage, same_place
 
 logger = logging.getLogger("holdfast")
 
-__all__ = ["Resume", "Restores"]
+__all__ = ["Resume", "RestoreRNG", "Restores"]
 
 Resume = Literal["auto", "required", "never"]
+RestoreRNG = Literal["now", "later"]
 Selecting = str | int | os.PathLike[str]
 
 
@@ -47,6 +48,7 @@ class _Asked(msgspec.Struct, frozen=True, array_like=True):
 
     strategy: str
     selector: str
+    rng: str
 
 
 class _Located(msgspec.Struct, frozen=True, array_like=True):
@@ -71,15 +73,20 @@ class Restores:
         self._timeout_seconds = timeout_seconds
 
     def restore(
-        self, selector: Selecting, strategy: LoadStrategy | None, guards: Mapping[str, Any] | None
+        self,
+        selector: Selecting,
+        strategy: LoadStrategy | None,
+        guards: Mapping[str, Any] | None,
+        rng: RestoreRNG = "now",
     ) -> RestoreResult:
         """Restore on all ranks, or start fresh where there is nothing and nothing was asked for by name."""
         self._run.saver.drain()
         started = time.monotonic()
         chosen_strategy = strategy if strategy is not None else LoadStrategy()
-        catalog, chosen, explicit, wanted = self._agree(selector, chosen_strategy, guards)
+        catalog, chosen, explicit, wanted = self._agree(selector, chosen_strategy, guards, rng)
         if self._resume == "never" and not explicit:
             left = on_leader(self._run.ranks, "list what is left", self._left_by_a_fresh_start, returns=tuple[str, ...])
+            self._run.deferred_rng.replace(None)
             self._start_line(Lineage())
             return RestoreResult(resumed=False, rejected=left)
         waited = time.monotonic() - started
@@ -91,10 +98,12 @@ class Restores:
             self._run.components.pipeline_stage,
             self._verify,
             self._unwanted,
+            defer_rng=rng == "later",
         )
         loaded = load(request, catalog, self._run.ranks)
         if isinstance(loaded, NothingToLoad):
             return self._start_fresh(loaded, catalog, explicit=explicit)
+        self._run.deferred_rng.replace(loaded)
         self._run.components.note_restored(catalog, loaded, chosen_strategy)
         if catalog is self._run.catalog:
             self._set_aside(loaded.damaged)
@@ -145,7 +154,7 @@ class Restores:
         return self._run.catalog, chosen, chosen.kind != "latest"
 
     def _agree(
-        self, selector: Selecting, strategy: LoadStrategy, guards: Mapping[str, Any] | None
+        self, selector: Selecting, strategy: LoadStrategy, guards: Mapping[str, Any] | None, rng: RestoreRNG
     ) -> tuple[Catalog, Selector, bool, dict[str, Any]]:
         """Return the run, the selector in it, whether anything but this run's latest was asked for, and the guards.
 
@@ -156,11 +165,13 @@ class Restores:
 
         def check() -> _Asked:
             wanted.append(wanted_guards(strategy, guards))
-            return _Asked(repr(strategy), "" if _is_path(selector) else str(self._locate(selector)[1]))
+            one_of("rng", rng, get_args(RestoreRNG))
+            return _Asked(repr(strategy), "" if _is_path(selector) else str(self._locate(selector)[1]), rng)
 
         def locate_on_leader(asked: list[_Asked]) -> _Located:
             agree_on("the strategy of restore", [one.strategy for one in asked])
             agree_on("the selector of restore", [one.selector or "a path" for one in asked])
+            agree_on("rng of restore", [one.rng for one in asked])
             self._wait_for_writers()
             catalog, chosen, explicit = self._locate(selector)
             return _Located("" if catalog is self._run.catalog else catalog.storage.url, str(chosen), explicit)
@@ -176,6 +187,7 @@ class Restores:
                 run=catalog.storage.url,
                 advice="check the path" if explicit else "check the path, or use resume='auto' to start fresh",
             )
+        self._run.deferred_rng.replace(None)
         self._start_line(None)
         return RestoreResult(resumed=False, rejected=tuple(map(str, nothing.passed_over)))
 
@@ -205,6 +217,7 @@ class Restores:
             "accepted": loaded.accepted,
             "renamed": loaded.renamed,
             "cast": loaded.cast,
+            "deferred": loaded.deferred,
             "config": checkpoint.config,
         }
         if not strategy.progress:

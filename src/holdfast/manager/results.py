@@ -104,7 +104,9 @@ class RestoreResult:
     as it is, each with the reason, and `rejected` the folders that were no sound checkpoint, each with the reason. A
     fresh start has it, too: with `resume="never"` it lists all that is there. `accepted` are differences that the
     strategy let pass and a stricter one would refuse, such as another number of parameter groups. `renamed` and `cast`
-    are the leaves that have another name or another floating type in the checkpoint.
+    are the leaves that have another name or another floating type in the checkpoint. `deferred` are the components of
+    the random state that `restore(rng="later")` has read and checked, and that `restore_rng()` sets; they are not in
+    `restored`.
     """
 
     resumed: bool
@@ -122,3 +124,4 @@ class RestoreResult:
     accepted: tuple[str, ...] = ()
     renamed: tuple[str, ...] = ()
     cast: tuple[str, ...] = ()
+    deferred: tuple[str, ...] = ()

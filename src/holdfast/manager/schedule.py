@@ -97,6 +97,22 @@ class Pace:
         self.should_stop = self.should_stop or wish.stop
         return wish
 
+    def ask_to_stop(self) -> bool:
+        """Return whether something asks to stop now, outside of a step. A signal to any rank counts at once: every rank
+        sends those that it got. Asks for no save; the next question about a step does."""
+        if self._by_leader is None:
+            return self.should_stop
+        word = self._ranks.decide(
+            "should_stop_now",
+            lambda: tuple(sorted(self._own_signals())),
+            self._word_to_stop,
+            sends=tuple[str, ...],
+            returns=_Word,
+        )
+        self._causes |= set(word.causes)
+        self.should_stop = self.should_stop or word.wish.stop
+        return word.wish.stop
+
     @property
     def must_save_to_stop(self) -> bool:
         """Return whether something that asks to stop has had no save yet, as of the last question."""
@@ -140,21 +156,38 @@ class Pace:
         now = self._time.now()
         if self._ranks.size > 1 and now >= self._next_look:
             self._next_look = now + _LOOK_FOR_FLAGS_SECONDS
-            self._flags = frozenset(self._ranks.flags())
-        moment = Moment(
+            # Added to what `ask_to_stop` gathered: a rank whose signals are known does not flag them.
+            self._flags |= frozenset(self._ranks.flags())
+        moment = self._moment(step, epoch)
+        wish = self._by_leader.wish(moment)
+        if not wish.save and not wish.stop:
+            return b""
+        return msgspec.msgpack.encode(self._word_of(self._by_leader, wish, moment))
+
+    def _word_to_stop(self, signals: list[tuple[str, ...]]) -> _Word:
+        """Return the message of the leader outside of a step, from the signals of all ranks."""
+        self._flags |= {occurrence for of_rank in signals for occurrence in of_rank}
+        if self._by_leader is None:
+            return _SILENCE
+        step, epoch = self._asked if self._asked is not None else (0, None)
+        moment = self._moment(step, epoch)
+        wish = self._by_leader.wish(moment)
+        return self._word_of(self._by_leader, wish, moment) if wish.stop else _SILENCE
+
+    def _moment(self, step: int, epoch: int | None) -> Moment:
+        return Moment(
             step,
             epoch,
             self._last_epoch,
-            seconds_since_save=now - self._last_save,
+            seconds_since_save=self._time.now() - self._last_save,
             seconds_running=self._time.running(),
             wall_seconds=self._time.wall(),
             signals=frozenset(_name_of(one) for one in self._flags) | self._watch.received,
         )
-        wish = self._by_leader.wish(moment)
-        if not wish.save and not wish.stop:
-            return b""
-        causes = _reasons_to_stop(self._by_leader, moment) - moment.signals if wish.stop else set()
-        return msgspec.msgpack.encode(_Word(wish, tuple(sorted(causes | self._flags | self._own_signals()))))
+
+    def _word_of(self, trigger: Trigger, wish: Wish, moment: Moment) -> _Word:
+        causes = _reasons_to_stop(trigger, moment) - moment.signals if wish.stop else set()
+        return _Word(wish, tuple(sorted(causes | self._flags | self._own_signals())))
 
     def _own_signals(self) -> frozenset[str]:
         """Return every signal that came to this rank, each as a text."""

@@ -5,8 +5,9 @@ Nothing is changed by being captured.
 
 from __future__ import annotations
 
+import logging
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +22,8 @@ from holdfast.ondisk.regions import Cut, whole
 from holdfast.saving.messages import UNSAMPLED, Inventory, PartEntry, TreeEntry
 from holdfast.state.devices import ACCELERATORS
 from holdfast.state.frozen import take_frozen
-from holdfast.state.names import cut_at, cuts_of, models_of, random_state_last, scope_of
+from holdfast.state.names import cut_at, cuts_of, models_of, random_state_last, scope_of, unwrap
+from holdfast.state.optimizers import makes_state_when_asked
 from holdfast.state.state_dicts import component_state, tree_of
 from holdfast.state.structure_cache import Remembered, remember
 from holdfast.state.tensors import (
@@ -34,6 +36,8 @@ from holdfast.state.tensors import (
     whole_shape,
 )
 from holdfast.state.trees import CapturedTree, CarriedTree, FrozenEntry
+
+logger = logging.getLogger("holdfast")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +93,16 @@ class Capturer:
         size: int,
         pipeline_stage: int | None,
         carried: Sequence[CarriedTree] = (),
+        only: Collection[str] | None = None,
     ) -> Capture:
-        """Capture the components, and, after them, what is `carried` on from an earlier checkpoint."""
+        """Capture the components, and, after them, what is `carried` on from an earlier checkpoint. With `only`, the
+        others give no more than the names of what optimizers refer to."""
         trees: list[CapturedTree] = []
         parts: list[tuple[PartEntry, ...]] = []
         memory: list[torch.Tensor] = []
         meshes: set[MeshRecord] = set()
-        for index, (name, component) in enumerate(random_state_last(components)):
+        chosen = {name: one for name, one in components.items() if only is None or name in only}
+        for index, (name, component) in enumerate(random_state_last(chosen)):
             scope = scope_of(component, rank=rank, size=size, pipeline_stage=pipeline_stage)
             tree, known = self._take(index, name, component, components, scope)
             trees.append(tree)
@@ -113,7 +120,7 @@ class Capturer:
         digests = tuple(_digest(tree, text) if size > 1 else "" for tree, text in zip(trees, texts, strict=True))
         ordered = tuple(sorted(meshes))
         structure = self._digest_structure(trees, parts, ordered)
-        frozen = take_frozen(components)
+        frozen = take_frozen(chosen)
         return Capture(
             trees, texts, digests, self._every_part, ordered, frozen, memory, structure, tuple(self._mesh_ranks)
         )
@@ -122,6 +129,7 @@ class Capturer:
         self, index: int, name: str, component: Any, components: Mapping[str, Any], scope: str | None
     ) -> tuple[CapturedTree, _Known]:
         state = component_state(name, component, components)
+        _warn_of_made_state(name, component)
         known = self._known.get(name)
         if known is not None and known.remembered is not None:
             tree = known.remembered.recognise(state)
@@ -162,6 +170,17 @@ class Capturer:
             self._every_part = tuple(part for some in parts for part in some)
             self._structure = blake3(msgspec.msgpack.encode((heads, parts))).hexdigest()
         return self._structure
+
+
+def _warn_of_made_state(name: str, component: Any) -> None:
+    inner = unwrap(component)
+    if isinstance(inner, torch.optim.Optimizer) and makes_state_when_asked(inner):
+        logger.warning(
+            "component '%s': %s has no state yet, and its state_dict() made one by a step; a run that resumes from "
+            "this checkpoint counts that step, and does not continue exactly as this one; save after the first step",
+            name,
+            type(inner).__name__,
+        )
 
 
 def _parts_of(

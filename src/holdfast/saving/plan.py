@@ -69,7 +69,12 @@ class TreePlan:
 
     @property
     def file(self) -> str:
-        return paths.SHARED_VALUES if self.scope == "" and self.owner == 0 else paths.values_file(self.owner)
+        return self.file_in(0)
+
+    def file_in(self, part: int) -> str:
+        """Return the file that holds the tree, in a save whose files have names from this part on."""
+        is_shared = self.scope == "" and self.owner == 0
+        return paths.shared_values(part) if is_shared else paths.values_file(self.owner, part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,7 +411,8 @@ def _collect_holdings(inventories: Sequence[Inventory], scopes: Sequence[tuple[s
             raise UsageError(
                 f"the ranks that save do not hold all of it: {wrong}",
                 leaf=name,
-                advice="save with every rank of its mesh; a sharded tensor cannot be part of a PerRank component",
+                advice="save with every rank of its mesh; a sharded tensor cannot be part of a PerRank component, nor "
+                "of one whose other values differ from rank to rank: wrap that in Shared if the first rank's count",
             )
     return holdings
 

@@ -72,6 +72,22 @@ def require_adapter_state(name: str, adapter: Any) -> None:
             advice="prepare the loader with Accelerator(dataloader_config=DataLoaderConfiguration("
             "use_stateful_dataloader=True)), or leave it out",
         )
+    sampler = _sampler_inside(inner)
+    if getattr(inner, "num_workers", 0) > 0 and getattr(inner, "_iterator", None) and hasattr(sampler, "initial_seed"):
+        # Accelerate asks the loader for its state before it sets the sampler: the workers start with the old one.
+        raise UsageError(
+            f"the workers of Accelerate's {type(adapter).__name__} have begun their first epoch in an order that is "
+            f"not that of its {type(sampler).__name__}, and which nobody can draw again",
+            component=name,
+            advice="use holdfast.integrations.accelerate.HoldfastState with a plain DataLoader, or no workers",
+        )
+
+
+def _sampler_inside(loader: Any) -> Any:
+    batches: Any = getattr(loader, "batch_sampler", None)
+    while hasattr(batches, "batch_sampler"):
+        batches = batches.batch_sampler
+    return getattr(batches, "sampler", None)
 
 
 def loader_adapter_state(adapter: Any) -> Any:

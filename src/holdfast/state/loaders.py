@@ -1,30 +1,121 @@
-"""Let a restored data loader take up its position without drawing random numbers. Knows torchdata's loader.
+"""Take a data loader's state with its generators, and let it resume without a draw. Knows torchdata's loader.
 
 A loader builds its iterator after the restore, when the training first asks for a batch. Building it draws a seed from
 torch's global generator, and skipping to the position may run the dataset's code. In the run that was saved all of this
 happened before the save, so the random state that was restored has it behind it already: drawn once more, every later
-random number would be another one.
+random number would be another one. The same holds for generators that belong to the loader or to its samplers.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import numpy
 import torch
-from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from holdfast.state.framework_wrappers import loader_inside
+from holdfast.state.framework_wrappers import is_loader_adapter, loader_inside
 from holdfast.state.names import is_stateful_loader
-from holdfast.state.rng import get_rng_state, set_rng_state
+from holdfast.state.rng import random_state_kept
+from holdfast.state.wrappers import check_plain_state, load_state, state_of
 
 logger = logging.getLogger("holdfast")
 
-__all__ = ["shield_random_state"]
+__all__ = [
+    "find_generators",
+    "generators_kept",
+    "load_generators",
+    "load_loader_state",
+    "loader_state",
+    "samplers_of",
+    "shield_random_state",
+]
+
+# Beside the loader's own keys, which begin with an underscore. The loader does not look at it.
+_GENERATORS = "holdfast_generators"
+# Where a loader or a sampler has the sampler below it.
+_WRAPPED = "wrapped_sampler"
+_SAMPLERS_BELOW = ("sampler", "batch_sampler", _WRAPPED)
 
 _BUILD = "_get_iterator"
 _PENDING = "next_iter_state"
 _STATELESS_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+def loader_state(loader: Any) -> Any:
+    """Return the state of a `StatefulDataLoader`, and beside it that of the generators of it and its samplers."""
+    # A loader without an iterator builds one for this, and draws: the generators come after it.
+    state = state_of(loader)
+    # Accelerate is a batch ahead: the generators are not those of the position that it gives.
+    generators = {} if is_loader_adapter(loader) else find_generators(loader)
+    if not generators or not isinstance(state, dict):
+        return state
+    return {**state, _GENERATORS: {label: state_of(generator) for label, generator in generators.items()}}
+
+
+def load_loader_state(loader: Any, state: Any) -> None:
+    """Give a `StatefulDataLoader` its state back. One of a checkpoint without generators is taken up as it is."""
+    saved = state.get(_GENERATORS) if isinstance(state, Mapping) else None
+    generators = find_generators(loader)
+    if saved is not None:
+        for label in generators.keys() & saved.keys():
+            check_plain_state(generators[label], saved[label])
+    load_state(loader, state)
+    if saved is not None:
+        load_generators(generators, saved)
+
+
+def find_generators(owner: Any) -> dict[str, torch.Generator | numpy.random.Generator]:
+    """Return the generators that are attributes of a loader or a sampler, or of a sampler below it, each once."""
+    found: dict[str, torch.Generator | numpy.random.Generator] = {}
+    for label, one in {"": owner, **samplers_of(owner)}.items():
+        for name, value in getattr(one, "__dict__", {}).items():
+            known = any(value is other for other in found.values())
+            if isinstance(value, torch.Generator | numpy.random.Generator) and not known:
+                found[f"{label}.{name}" if label else name] = value
+    return found
+
+
+def samplers_of(owner: Any) -> dict[str, Any]:
+    """Return the samplers of a loader or a sampler, by where they are; the sampler itself, too, by an empty name."""
+    found: dict[str, Any] = {} if isinstance(owner, torch.utils.data.DataLoader) else {"": owner}
+    ahead = [("", owner)]
+    while ahead:
+        label, one = ahead.pop()
+        for name in _SAMPLERS_BELOW:
+            below = getattr(one, "__dict__", {}).get(name)
+            if below is not None and not any(below is other for other in (owner, *found.values())):
+                found[f"{label}.{name}" if label else name] = below
+                ahead.append((f"{label}.{name}" if label else name, below))
+    return found
+
+
+def load_generators(generators: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Set generators to the states that were saved; warn if there are others now."""
+    for label in generators.keys() & saved.keys():
+        check_plain_state(generators[label], saved[label])
+        load_state(generators[label], saved[label])
+    if generators.keys() != saved.keys():
+        logger.warning(
+            "the loader or sampler was saved with the generators %s and has %s now: the order of its samples is not "
+            "the one of the run that was saved",
+            sorted(saved) or "none",
+            sorted(generators) or "none",
+        )
+
+
+@contextmanager
+def generators_kept(owner: Any) -> Iterator[None]:
+    """Put the generators of a loader back as they were, whatever runs inside."""
+    generators = find_generators(owner)
+    before = {label: state_of(generator) for label, generator in generators.items()}
+    try:
+        yield
+    finally:
+        load_generators(generators, before)
 
 
 def shield_random_state(component: Any) -> None:
@@ -61,14 +152,23 @@ def _warn_of_stateless_sampler(loader: Any) -> None:
             type(sampler).__name__,
             type(loader.batch_sampler).__name__,
         )
-    # Exactly these classes: a subclass, such as torchdata's own, may keep a state.
-    elif type(sampler) in _STATELESS_SAMPLERS and getattr(sampler, "generator", None) is None:
+    elif _loses_order(batches, sampler):
         logger.warning(
-            "the sampler %s of a restored loader has no state and draws its order from torch's global generator: the "
-            "rest of this epoch has another order than in the run that was saved, and some samples may be seen twice "
-            "or never; use shuffle=True, or a sampler with state_dict() and load_state_dict()",
+            "the sampler %s of a restored loader has no state and draws its order anew: the rest of this epoch may "
+            "have another order than in the run that was saved, and some samples may be seen twice or never; use "
+            "shuffle=True, holdfast.data.ResumableSampler around the sampler (or around the batch sampler, where you "
+            "pass one), or a sampler with state_dict() and load_state_dict()",
             type(sampler).__name__,
         )
+
+
+def _loses_order(batches: Any, sampler: Any) -> bool:
+    if _WRAPPED in getattr(batches, "__dict__", {}):
+        return False
+    # torch's own batch sampler does not pass on the state of what it draws from; torchdata's does.
+    cut_off = type(batches) is BatchSampler and _WRAPPED in getattr(sampler, "__dict__", {})
+    # Exactly these classes: a subclass, such as torchdata's own, may keep a state.
+    return cut_off or type(sampler) in _STATELESS_SAMPLERS
 
 
 class _Shield:
@@ -82,18 +182,18 @@ class _Shield:
 
     def __call__(self) -> Any:
         loader = self._loader
-        before = get_rng_state()
-        try:
+        restored = _GENERATORS in (getattr(loader, _PENDING) or {})
+        with random_state_kept(), generators_kept(loader) if restored else nullcontext():
             iterator = getattr(type(loader), _BUILD)(loader)
-        finally:
-            set_rng_state(before)
         vars(loader).pop(_BUILD, None)
-        _draw_own_seed(loader)
+        if not restored:
+            _draw_own_seed(loader)
         return iterator
 
 
 def _draw_own_seed(loader: Any) -> None:
-    """Bring a generator of the loader's own, which its sampler shares, to where it was.
+    """Bring a generator of the loader's own, which its sampler shares, to where it was: a checkpoint of an earlier
+    version does not have its state.
 
     Without workers the loader draws its seed from it after the sampler drew the order. When the sampler takes its state
     up it goes back to before the order, and draws that alone: the next epoch's order would be another one.

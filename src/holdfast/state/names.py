@@ -22,6 +22,7 @@ from holdfast.state.framework_wrappers import (
     refuse_same_object,
     require_adapter_state,
 )
+from holdfast.state.optimizers import own_layout_state
 from holdfast.state.rng import RNGState
 from holdfast.state.trees import TreeKind
 from holdfast.state.wrappers import PerRank, Sharded, Shared, Trainable, has_plain_state
@@ -77,7 +78,7 @@ def has_torch_layout(name: str, optimizer: torch.optim.Optimizer) -> bool:
     known: bool | None = _layouts.get(optimizer)
     if known is None:
         try:
-            packed = optimizer.state_dict()
+            packed = own_layout_state(optimizer)
         except Exception as error:
             zero = type(optimizer).__name__ == "ZeroRedundancyOptimizer"
             raise UsageError(
@@ -406,6 +407,16 @@ def _require_state(name: str, component: Any) -> None:
     if is_loader_adapter(component):
         require_adapter_state(name, component)
     missing = [method for method in ("state_dict", "load_state_dict") if not callable(getattr(component, method, None))]
+    if missing and isinstance(component, torch.utils.data.DataLoader):
+        iterable = isinstance(component.dataset, torch.utils.data.IterableDataset)
+        raise UsageError(
+            f"a {type(component).__name__} has no state: a resumed run would begin its data at the front",
+            component=name,
+            advice="use torchdata's StatefulDataLoader, with a dataset that has state_dict() and load_state_dict()"
+            if iterable
+            else "make it a component as holdfast.data.ResumableLoader(loader), and iterate over that; or use "
+            "torchdata's StatefulDataLoader",
+        )
     if missing:
         raise UsageError(
             f"a component of type '{type(component).__module__}.{type(component).__qualname__}' has no {missing[0]}()",
@@ -417,7 +428,9 @@ def _require_state(name: str, component: Any) -> None:
 
 def is_loader(component: Any) -> bool:
     """Return whether this is a data loader, of which every rank has its own state."""
-    return isinstance(component, torch.utils.data.DataLoader) or is_stateful_loader(component)
+    if isinstance(component, torch.utils.data.DataLoader) or is_stateful_loader(component):
+        return True
+    return getattr(type(component), "has_state_per_rank", False) is True
 
 
 def is_distributed_sampler(component: Any) -> bool:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from holdfast.errors import UsageError
 from holdfast.state.tensors import flattened
@@ -20,9 +22,12 @@ logger = logging.getLogger("holdfast")
 
 __all__ = [
     "OPTIONS_OF_SCHEDULERS",
+    "inner_optimizers",
     "load_optimizer",
     "load_own_layout",
+    "makes_state_when_asked",
     "optimizer_state",
+    "own_layout_state",
     "state_keys",
     "state_keys_with",
 ]
@@ -50,6 +55,58 @@ def optimizer_state(component: str, optimizer: torch.optim.Optimizer, names: lis
     return {"state": state, "param_groups": groups, **rest}
 
 
+def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that one around others has in its attributes, also in lists and dicts, and theirs."""
+    found: dict[int, torch.optim.Optimizer] = {}
+    ahead: list[Any] = list(vars(optimizer).values())
+    while ahead:
+        value = ahead.pop()
+        if isinstance(value, torch.optim.Optimizer):
+            if value is not optimizer and id(value) not in found:
+                found[id(value)] = value
+                ahead += vars(value).values()
+        elif isinstance(value, list | tuple) and len(value) < _MOST_INNER:
+            ahead += [one for one in value if isinstance(one, torch.optim.Optimizer)]
+        elif isinstance(value, dict) and len(value) < _MOST_INNER:
+            ahead += [one for one in value.values() if isinstance(one, torch.optim.Optimizer)]
+    return list(found.values())
+
+
+# Longer lists hold parameters or their states: there may be very many, and no optimizer is among them.
+_MOST_INNER = 10_000
+
+
+def own_layout_state(optimizer: torch.optim.Optimizer) -> Any:
+    """Return the state of an optimizer in its own layout, and leave the optimizer as it was.
+
+    Some make the state of optimizers that have none, by a step with a learning rate of 0, when they are asked for it:
+    torchtitan's do. That step is counted, so the training would go on otherwise than without having been asked.
+    """
+    empty = [one for one in (optimizer, *inner_optimizers(optimizer)) if not getattr(one, "state", None)]
+    state = optimizer.state_dict()
+    made = [one for one in empty if getattr(one, "state", None)]
+    _made_when_asked[optimizer] = bool(made)
+    for one in made:
+        # What an optimizer that is not torch's own notes elsewhere about its state is not known.
+        if type(one).__module__.startswith("torch.optim"):
+            one.state.clear()
+        else:
+            logger.warning(
+                "state_dict() of %s gave %s state that it did not have before: it does not train as it would have",
+                type(optimizer).__name__,
+                type(one).__name__,
+            )
+    return state
+
+
+def makes_state_when_asked(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the state that `own_layout_state` returned last was made for it alone."""
+    return bool(_made_when_asked.get(optimizer, False))
+
+
+_made_when_asked = WeakIdKeyDictionary()
+
+
 def load_optimizer(
     optimizer: torch.optim.Optimizer, states: Mapping[Any, Any], groups: list[Any], rest: Mapping[str, Any]
 ) -> None:
@@ -63,6 +120,11 @@ def load_optimizer(
             if isinstance(group.get(key), torch.Tensor):
                 group[key] = group[key].to(device)
     optimizer.load_state_dict({"state": dict(states), "param_groups": groups, **rest})
+    _keep_types(optimizer, states)
+
+
+def _keep_types(optimizer: torch.optim.Optimizer, states: Mapping[Any, Any]) -> None:
+    """Give the state that an optimizer has just loaded the types that it was saved with."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, state in states.items():
         if isinstance(index, int) and isinstance(state, Mapping):
@@ -85,12 +147,20 @@ def _as_it_was(value: Any, loaded: Any) -> Any:
 
 
 def load_own_layout(component: str, optimizer: torch.optim.Optimizer, state: Callable[[], Any]) -> None:
-    """Give an optimizer its state in its own layout through `load_state_dict`, with the types that were saved."""
-    optimizer.load_state_dict(state())
+    """Give an optimizer its state in its own layout through `load_state_dict`, with the types that were saved.
+
+    Warns of tensors that it did not take.
+    """
+    with ExitStack() as hooks:
+        for one in inner_optimizers(optimizer):
+            if hasattr(one, "_optimizer_load_state_dict_pre_hooks"):
+                _keep_types_of_next_load(one, hooks)
+        optimizer.load_state_dict(state())
     saved = state()
     for container, key, value in _cast(optimizer.state_dict(), saved):
         container[key] = value.to(container[key].device)
-    changed = [str(key) for _, key, _ in _cast(optimizer.state_dict(), saved)]
+    again = optimizer.state_dict()
+    changed = [str(key) for _, key, _ in _cast(again, saved)]
     if changed:
         logger.warning(
             "component '%s': load_state_dict() of %s changed the type of %d tensors, such as '%s'; they lost precision",
@@ -99,6 +169,46 @@ def load_own_layout(component: str, optimizer: torch.optim.Optimizer, state: Cal
             len(changed),
             changed[0],
         )
+    dropped = list(_not_taken(again, saved))
+    if dropped:
+        logger.warning(
+            "component '%s': load_state_dict() of %s did not take %d tensors of the checkpoint, such as '%s': its "
+            "state_dict() lacks them now; the training does not continue as it was saved",
+            component,
+            type(optimizer).__name__,
+            len(dropped),
+            dropped[0],
+        )
+
+
+def _keep_types_of_next_load(optimizer: torch.optim.Optimizer, hooks: ExitStack) -> None:
+    """Let an optimizer inside of another one keep the types of what it is given, as long as the hooks are there."""
+    given: dict[str, Any] = {}
+
+    def before(_: Any, state: Mapping[str, Any]) -> None:
+        given.update(state)
+
+    def after(_: Any) -> None:
+        if isinstance(given.get("state"), Mapping):
+            _keep_types(optimizer, given["state"])
+
+    hooks.callback(optimizer.register_load_state_dict_pre_hook(before).remove)
+    hooks.callback(optimizer.register_load_state_dict_post_hook(after).remove)
+
+
+def _not_taken(live: Any, saved: Any, path: str = "") -> Iterator[str]:
+    """Find the saved tensors that are not there now, by their path in the state."""
+    if isinstance(saved, torch.Tensor):
+        if not isinstance(live, torch.Tensor):
+            yield path
+    elif isinstance(saved, Mapping):
+        for key, value in saved.items():
+            inner = live.get(key) if isinstance(live, Mapping) else None
+            yield from _not_taken(inner, value, f"{path}.{key}" if path else str(key))
+    elif isinstance(saved, list | tuple):
+        for index, value in enumerate(saved):
+            inner = live[index] if isinstance(live, list | tuple) and index < len(live) else None
+            yield from _not_taken(inner, value, f"{path}.{index}" if path else str(index))
 
 
 def _cast(live: Any, saved: Any) -> Iterator[tuple[Any, Any, torch.Tensor]]:

@@ -14,14 +14,22 @@ from holdfast.ondisk import paths
 from holdfast.ondisk.codec import MAX_DEPTH, encode
 from holdfast.state.descriptions import description_of, differing_values
 from holdfast.state.framework_wrappers import loader_inside
-from holdfast.state.loaders import shield_random_state
+from holdfast.state.loaders import load_loader_state, loader_state, shield_random_state
 from holdfast.state.modules import buffer_paths, load_module, module_state, tied_names, without_frozen
-from holdfast.state.names import has_torch_layout, kind_of, optimizer_names, random_state_last, unwrap
+from holdfast.state.names import (
+    has_torch_layout,
+    is_stateful_loader,
+    kind_of,
+    optimizer_names,
+    random_state_last,
+    unwrap,
+)
 from holdfast.state.optimizers import (
     OPTIONS_OF_SCHEDULERS,
     load_optimizer,
     load_own_layout,
     optimizer_state,
+    own_layout_state,
     state_keys_with,
 )
 from holdfast.state.tensors import (
@@ -53,6 +61,7 @@ __all__ = [
     "load_values",
     "restore_state",
     "tree_of",
+    "values_state",
 ]
 
 
@@ -179,7 +188,14 @@ def component_state(name: str, component: Any, components: Mapping[str, Any]) ->
         return without_frozen(inner, state) if isinstance(component, Trainable) else state
     if kind == "optimizer":
         return optimizer_state(name, inner, optimizer_names(inner, components, name))
-    return state_of(inner)
+    return values_state(inner)
+
+
+def values_state(inner: Any) -> Any:
+    """Return the state of an object that is stored as its own `state_dict` gives it."""
+    if isinstance(inner, torch.optim.Optimizer):
+        return own_layout_state(inner)
+    return loader_state(inner) if is_stateful_loader(inner) else state_of(inner)
 
 
 def _collector(
@@ -222,7 +238,9 @@ def load_values(name: str, component: Any, state: Callable[[], Any]) -> None:
 
     `state` makes the state anew at each call: an optimizer may take what it is given apart.
     """
-    if not isinstance(component, torch.optim.Optimizer):
+    if is_stateful_loader(component):
+        load_loader_state(component, state())
+    elif not isinstance(component, torch.optim.Optimizer):
         load_state(component, state())
     elif not has_torch_layout(name, component):
         load_own_layout(name, component, state)

@@ -588,3 +588,58 @@ def test_the_leader_waits_for_nobody_and_a_follower_only_for_the_leader() -> Non
     for thread in threads:
         thread.join(30)
     assert outcomes == {0: said, 1: said, 2: said}
+
+
+# To ask outside of a step
+
+
+def ask_outside_of_steps(ranks: Ranks, trigger: Trigger | None) -> list[Any]:
+    clocks = Clocks()
+    pace = Pace(trigger, ranks, clocks.time)
+    heard: list[Any] = [pace.ask_to_stop()]
+    if ranks.rank == 0:
+        clocks.pass_by(7200.0)
+    heard += [pace.ask_to_stop(), pace.should_stop, pace.must_save_to_stop]
+    wish = pace.ask(1, None)
+    heard += [wish.stop, pace.must_save_to_stop]
+    pace.note_save()
+    heard += [pace.ask_to_stop(), pace.must_save_to_stop]
+    pace.close()
+    return heard
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_time_limit_is_known_outside_of_a_step(size: int) -> None:
+    heard = simulate_ranks(size, lambda ranks: ask_outside_of_steps(ranks, Every(minutes=1) | TimeLimit("01:00:00")))
+    assert heard == [[False, True, True, True, True, True, True, False]] * size
+
+
+@pytest.mark.parametrize("trigger", [None, Every(steps=1), Every(minutes=1), At(1) | OnLastStep(2)])
+def test_a_trigger_that_only_saves_never_stops(trigger: Trigger | None) -> None:
+    assert ask_outside_of_steps(Alone(), trigger) == [False, False, False, False, False, False, False, False]
+
+
+def test_without_a_trigger_that_could_ask_to_stop_the_ranks_need_no_agreement() -> None:
+    class Counting(Alone):
+        calls = 0
+
+        def decide(self, *arguments: Any, **options: Any) -> Any:
+            self.calls += 1
+            return super().decide(*arguments, **options)
+
+    ranks = Counting()
+    pace = Pace(Every(steps=1) | At(3), ranks)
+    assert pace.ask_to_stop() is False
+    assert ranks.calls == 0
+    pace.close()
+
+
+def test_a_signal_that_came_before_the_first_step_is_known_and_saved_at_that_step() -> None:
+    pace = Pace(OnSignal("SIGUSR1"), Alone())
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert pace.ask_to_stop()
+    assert pace.should_stop
+    assert pace.wants_save(0, None)
+    pace.note_save()
+    assert not pace.wants_save(1, None)
+    pace.close()

@@ -19,9 +19,8 @@ from holdfast.ondisk.manifest import TensorRecord, TreeRecord
 from holdfast.ondisk.regions import Cut
 from holdfast.state.names import cuts_of, unwrap
 from holdfast.state.rng import random_state_kept
-from holdfast.state.state_dicts import component_state, live_subclasses
+from holdfast.state.state_dicts import component_state, live_subclasses, values_state
 from holdfast.state.tensors import dtype_name, held_piece, require_memory, torch_dtype
-from holdfast.state.wrappers import state_of
 
 __all__ = ["Matching"]
 
@@ -134,7 +133,7 @@ class Matching:
     def live_state(self) -> Any:
         """Return the component's state in the form in which it was saved."""
         if self.fitted.kind == "values":
-            return state_of(unwrap(self.component))
+            return values_state(unwrap(self.component))
         return component_state(self.fitted.component, self.component, self.components)
 
     def live_subclass(self, path: str) -> torch.Tensor | None:

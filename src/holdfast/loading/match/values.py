@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from holdfast.state.descriptions import differing_values
 from holdfast.state.names import is_loader, unwrap
 from holdfast.state.rng import RNGState, check_rng_state, random_state_kept
 from holdfast.state.state_dicts import load_values, tree_of
+from holdfast.state.tensors import is_sharded
 from holdfast.state.wrappers import PerRank, check_plain_state, has_plain_state, load_state
 
 __all__ = ["match_values", "match_world"]
@@ -26,7 +27,10 @@ __all__ = ["match_values", "match_world"]
 
 def match_values(matching: Matching, tree: TreeRecord) -> None:
     """Fit a component to the one tree of it."""
-    state = decode_values(matching, tree, matching.saved.values(tree), "", _template(matching, tree))
+    live = _live_state(matching, tree)
+    state = decode_values(matching, tree, matching.saved.values(tree), "", _template(matching, tree, live))
+    if live is not None:
+        _note_other_shards(matching, tree, live, state.preview)
     if isinstance(unwrap(matching.component), RNGState):
         # It is loaded last, when everything else has changed: what is wrong with it must be known before. Its
         # tensors are not filled yet, so only the rest can be looked at.
@@ -47,6 +51,9 @@ def match_values(matching: Matching, tree: TreeRecord) -> None:
 def match_world(matching: Matching, trees: Sequence[TreeRecord], index: int, count: int) -> None:
     """Fit a component that takes the states of all ranks of another world."""
     states = [decode_values(matching, tree, matching.saved.values(tree), "") for tree in trees]
+    if isinstance(unwrap(matching.component), RNGState):
+        for state in states:
+            check_rng_state(state.preview)
     _ask(matching, "check_world_state", [state.preview for state in states], index, count)
     matching.fitted.take_up = lambda: unwrap(matching.component).load_world_state(
         [state.value() for state in states], index, count
@@ -89,22 +96,58 @@ def _common_keys(
     return live.keys() & saved.keys()
 
 
-def _template(matching: Matching, tree: TreeRecord) -> Mapping[str, torch.Tensor]:
-    """Return the component's live tensors, where the saved ones must know a device or a mesh to go to."""
+def _live_state(matching: Matching, tree: TreeRecord) -> Any:
+    """Return the component's own state, where the saved tensors must know a device or a mesh to go to; else None."""
     # A loader that is asked for its state builds an iterator, and its tensors belong on the CPU anyway.
     if isinstance(matching.component, RNGState) or is_loader(matching.component):
-        return {}
-    own = [name for name in matching.saved.leaves if name.startswith(f"{tree.name}.")]
-    excluded = {name for name in own if matching.strategy.excluding(name) is not None}
+        return None
+    own, excluded = _own_leaves(matching, tree)
     per_rank = isinstance(matching.component, PerRank)
     if not own or (per_rank and not excluded and not matching.strategy.cast):
-        return {}
+        return None
     with random_state_kept():
         state = matching.live_state()
     matching.require_memory(state, matching.fitted.component)
+    return state
+
+
+def _template(matching: Matching, tree: TreeRecord, state: Any) -> Mapping[str, torch.Tensor]:
+    """Return the live tensors that show where saved ones go, by their path."""
+    if state is None:
+        return {}
+    _, excluded = _own_leaves(matching, tree)
     live = tree_of(matching.fitted.component, matching.component, state, None).tensors
     kept = {path: tensor for path, tensor in live.items() if paths.leaf_name(tree.name, path) in excluded}
-    return kept if per_rank and not matching.strategy.cast else live
+    return kept if isinstance(matching.component, PerRank) and not matching.strategy.cast else live
+
+
+def _own_leaves(matching: Matching, tree: TreeRecord) -> tuple[list[str], set[str]]:
+    """Return the leaves of a tree, and those of them that the strategy excludes."""
+    own = [name for name in matching.saved.leaves if name.startswith(f"{tree.name}.")]
+    return own, {name for name in own if matching.strategy.excluding(name) is not None}
+
+
+def _note_other_shards(matching: Matching, tree: TreeRecord, live: Any, saved: Any) -> None:
+    """List sharded tensors that only one side has: an object with shards is in the manner of a model, and one that
+    loads what it finds, as torchtitan's ModelWrapper does, would leave the rest as it is. State of an optimizer may
+    come and go."""
+    if isinstance(unwrap(matching.component), torch.optim.Optimizer | dict):
+        return
+    now, before = dict(_tensors_by_path(live)), dict(_tensors_by_path(saved))
+    sharded = [path for path, tensor in now.items() if is_sharded(tensor)]
+    leaves = {path: matching.saved.leaves.get(paths.leaf_name(tree.name, path)) for path in before.keys() - now.keys()}
+    names = [paths.leaf_name(tree.name, path) for path in sharded if path not in before]
+    matching.fitted.missing += [name for name in names if not matching.excluded(name)]
+    if sharded:
+        matching.note_unused(tree, sorted(path for path, leaf in leaves.items() if leaf is not None and leaf.sharded))
+
+
+def _tensors_by_path(state: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(state, torch.Tensor):
+        yield path, state
+    elif isinstance(state, Mapping | list | tuple):
+        for key, value in state.items() if isinstance(state, Mapping) else enumerate(state):
+            yield from _tensors_by_path(value, f"{path}.{key}" if path else str(key))
 
 
 def _only(state: Any, keys: Set[Any] | None) -> Any:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from holdfast.state.optimizers import inner_optimizers
 from holdfast.state.tensors import any_sharded, is_sharded, plain_parts
 
 __all__ = ["Place", "StepHooks", "changes_in_step_alone", "owned_places"]
@@ -56,10 +57,13 @@ def changes_in_step_alone(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether nothing but `step`, which runs the hooks that wait for copies, can change what the optimizer owns.
 
     One that never called `Optimizer.__init__` runs no hooks. One with public methods of its own may change its tensors
-    in them, as the first step of SAM and `train()` and `eval()` of schedule-free optimizers do. What these own is
-    cloned, or copied in the order of the training's stream.
+    in them, as the first step of SAM and `train()` and `eval()` of schedule-free optimizers do. One around others
+    shares its parameters with them, and each can step alone. What these own is cloned, or copied in the order of the
+    training's stream.
     """
     if not hasattr(optimizer, "_optimizer_step_pre_hooks") or not getattr(type(optimizer).step, "hooked", False):
+        return False
+    if inner_optimizers(optimizer):
         return False
     own = [kind for kind in type(optimizer).__mro__ if kind.__module__.partition(".")[0] != "torch"]
     names = {name for kind in own for name, value in vars(kind).items() if callable(value) and name[0] != "_"}

@@ -1,0 +1,333 @@
+"""Give torch's plain `DataLoader` a state, so that it resumes in the middle of an epoch. Batches leave; no files."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from holdfast.data.sampling import IndexIterator, epochs_of, set_epochs
+from holdfast.errors import StateMismatchError, UsageError
+from holdfast.state.loaders import find_generators, generators_kept, load_generators
+from holdfast.state.names import is_stateful_loader
+from holdfast.state.rng import random_state_kept
+from holdfast.state.wrappers import state_of
+
+__all__ = ["ResumableLoader"]
+
+_KEYS = {"batches", "begun", "digest", "drawn", "epochs", "generators", "seed", "start", "workers_running"}
+
+
+class ResumableLoader:
+    """A plain `DataLoader` with a state: iterate over this in its place, and make this the component.
+
+    loader: a `torch.utils.data.DataLoader` over a map-style dataset, with any sampler or batch sampler and any number
+        of workers. It is not changed, and what is read from it directly is not counted.
+
+    After a restore the first epoch goes on where it was: its order is drawn again from the random state, the generators
+    and the sampler's epoch at its beginning, and the samples that were used are dropped by their index, without being
+    loaded. The restored random state stays as it is. Call `sampler.set_epoch` as always; after a restore in the middle
+    of an epoch, with that epoch.
+
+    An epoch that the training breaks out of is gone on with after a restore, unless `end_epoch` was called.
+
+    `len()` and other attributes are those of the loader.
+    """
+
+    # Data loaders have one state per rank, also where these happen to be equal.
+    has_state_per_rank = True
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        _require_plain_loader(loader)
+        self.wrapped_loader = loader
+        self._position = _Position()
+        # The state that was loaded, until the training asks for the first batch after it.
+        self._pending: dict[str, Any] | None = None
+        # The state of the generator from which the seed of the workers was drawn.
+        self._seed: torch.Tensor | None = None
+        self._workers_running = False
+        self._copy: Any = None
+        batched = loader.batch_sampler is not None
+        self._indices = _NotedIndices(loader.batch_sampler if batched else loader.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        pending = self._pending
+        if self._copy is None or not self._keeps_workers():
+            self._copy = self._copied()
+        if pending is not None and self._workers_running:
+            self._start_workers()
+        if pending is not None and pending["begun"] and not self._begins_anew(pending):
+            iterator = self._resume(pending)
+        else:
+            iterator = self._begin()
+        self._pending, self._workers_running = None, self._keeps_workers()
+        self._position = iterator.position
+        return iterator
+
+    def __len__(self) -> int:
+        return len(self.wrapped_loader)
+
+    def __getattr__(self, name: str) -> Any:
+        # While it is copied it has no loader yet.
+        if name == "wrapped_loader":
+            raise AttributeError(name)
+        return getattr(self.wrapped_loader, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (self.wrapped_loader, self.state_dict())
+
+    def __repr__(self) -> str:
+        return f"ResumableLoader({type(self.wrapped_loader).__name__})"
+
+    def end_epoch(self) -> None:
+        """Begin a new epoch at the next iteration, here and after a restore; the rest of this one is left out."""
+        self._position = _Position()
+        if self._pending is not None:
+            self._pending["begun"] = False
+
+    def state_dict(self) -> dict[str, Any]:
+        now = {
+            "generators": {label: state_of(one) for label, one in find_generators(self.wrapped_loader).items()},
+            "epochs": epochs_of(self.wrapped_loader),
+        }
+        if self._pending is not None:
+            return {**self._pending, **now}
+        position = self._position
+        indices = position.indices
+        return now | {
+            "begun": indices is not None and not position.finished,
+            "batches": position.batches,
+            "digest": position.digest.hex(),
+            "drawn": 0 if indices is None else indices.drawn,
+            "start": {} if indices is None else indices.start,
+            "seed": self._seed,
+            "workers_running": self._workers_running,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if not isinstance(state, Mapping) or not state.keys() >= _KEYS:
+            raise StateMismatchError(
+                "this is no state of a ResumableLoader", advice="use the loader that was saved, or skip the component"
+            )
+        load_generators(find_generators(self.wrapped_loader), state["generators"])
+        set_epochs(self.wrapped_loader, state["epochs"])
+        self._pending, self._position, self._copy = dict(state), _Position(), None
+        self._seed, self._workers_running = state["seed"], bool(state["workers_running"])
+
+    def _keeps_workers(self) -> bool:
+        return bool(self.wrapped_loader.persistent_workers) and self.wrapped_loader.num_workers > 0
+
+    def _copied(self) -> Any:
+        """Return a copy of the loader that draws its indices where they are counted."""
+        copied = copy.copy(self.wrapped_loader)
+        copied._iterator = None
+        attribute = "batch_sampler" if copied.batch_sampler is not None else "sampler"
+        # The class refuses to set it, because nothing else would follow; here nothing else must.
+        object.__setattr__(copied, attribute, self._indices)
+        return copied
+
+    def _begin(self) -> _Batches:
+        """Begin an epoch, as the loader itself does."""
+        if self.wrapped_loader.num_workers > 0 and self._copy._iterator is None:
+            self._seed = self._seed_generator().get_state()
+        self._indices.resumed = None
+        return self._build(_Position())
+
+    def _resume(self, pending: Mapping[str, Any]) -> _Batches:
+        """Go on with the epoch of a loaded state, and leave the random state and all generators as they are."""
+        epochs = epochs_of(self.wrapped_loader)
+        generators = find_generators(self.wrapped_loader)
+        position = _Position(batches=pending["batches"], digest=bytes.fromhex(pending["digest"]))
+        replayed = {"start": pending["start"], "count": pending["batches"], "digest": pending["digest"], "ended": False}
+        self._indices.resumed = replayed if pending["start"] else None
+        try:
+            with random_state_kept(), generators_kept(self.wrapped_loader):
+                self._set_seed()
+                iterator = self._build(position)
+                # Without workers nothing has asked for an index yet.
+                indices = iterator.indices.go_to_position()
+                derived = {label: state_of(one) for label, one in generators.items()}
+        finally:
+            self._indices.resumed = None
+            set_epochs(self.wrapped_loader, epochs)
+        if indices.drawn != pending["drawn"]:
+            # Another number of indices was drawn ahead for the workers: the generators follow from that.
+            load_generators(generators, derived)
+        return iterator
+
+    def _build(self, position: _Position) -> _Batches:
+        self._indices.take_newest()
+        batches = iter(self._copy)
+        indices = self._indices.take_newest()
+        if indices is None:
+            raise UsageError(
+                f"{type(self.wrapped_loader).__name__} builds its iterator only when the first batch is asked for",
+                advice="give ResumableLoader the DataLoader itself, and change batches in the training loop or in "
+                "collate_fn",
+            )
+        position.indices = indices
+        return _Batches(batches, position, indices)
+
+    def _start_workers(self) -> None:
+        """Start the workers that live as long as the loader. In the run that was saved they ran already, so that an
+        epoch draws no seed for them."""
+        with random_state_kept(), generators_kept(self.wrapped_loader):
+            self._set_seed()
+            self._indices.gives_none = True
+            try:
+                iter(self._copy)
+            finally:
+                self._indices.gives_none = False
+
+    def _set_seed(self) -> None:
+        if self._seed is not None:
+            self._seed_generator().set_state(self._seed.cpu())
+
+    def _seed_generator(self) -> torch.Generator:
+        own: torch.Generator | None = self.wrapped_loader.generator
+        return torch.default_generator if own is None else own
+
+    def _begins_anew(self, pending: Mapping[str, Any]) -> bool:
+        """Return whether the sampler was set to another epoch, and nothing is left of the one that was saved."""
+        now = epochs_of(self.wrapped_loader)
+        if now == pending["epochs"]:
+            return False
+        if pending["batches"] in (0, _length(self.wrapped_loader)):
+            return True
+        raise StateMismatchError(
+            f"the state is from the middle of an epoch, after {pending['batches']} batches with the sampler's epoch "
+            f"{_epoch_text(pending['epochs'])}, and the sampler was set to epoch {_epoch_text(now)}",
+            advice="go on with the epoch that was saved (keep its number in progress=), or call end_epoch() on the "
+            "loader after the restore, to leave the rest of it out",
+        )
+
+
+@dataclass
+class _Position:
+    """How far the training is in an epoch: what it got, not what was drawn ahead for the workers."""
+
+    batches: int = 0
+    digest: bytes = b""
+    finished: bool = False
+    indices: _NotedIterator | None = None
+
+
+class _Batches(Iterator[Any]):
+    """The batches of one epoch. The loader does not hold it: its workers end when the training leaves the loop."""
+
+    def __init__(self, batches: Iterator[Any], position: _Position, indices: _NotedIterator) -> None:
+        self._batches = batches
+        self.position = position
+        self.indices = indices
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self.position.finished = True
+            raise
+        except Exception:
+            # A batch that cannot be loaded is used up: torch's iterator goes on with the next one.
+            self._count()
+            raise
+        self._count()
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
+    def _count(self) -> None:
+        if self.indices.noted:
+            self.position.batches += 1
+            self.position.digest = self.indices.noted.popleft()
+
+
+class _NotedIndices:
+    """What the copied loader has in place of its sampler or batch sampler."""
+
+    def __init__(self, sampler: Iterable[Any]) -> None:
+        self._sampler = sampler
+        self._newest: _NotedIterator | None = None
+        self.resumed: Mapping[str, Any] | None = None
+        self.gives_none = False
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.gives_none:
+            return iter(())
+        self._newest = _NotedIterator(self._sampler, self.resumed)
+        return self._newest
+
+    def take_newest(self) -> _NotedIterator | None:
+        """Return the last iterator that was built, if one was built since the last call."""
+        newest, self._newest = self._newest, None
+        return newest
+
+    def __len__(self) -> int:
+        return len(self._sampler)  # type: ignore[arg-type]
+
+
+class _NotedIterator(IndexIterator):
+    """Indices whose digests are noted until the training has the batch."""
+
+    def __init__(self, sampler: Iterable[Any], resumed: Mapping[str, Any] | None) -> None:
+        super().__init__(sampler)
+        # torch builds one more than it uses, so that nothing is drawn before the first index is asked for.
+        self._resumed = resumed
+        self.noted: deque[bytes] = deque()
+
+    def __next__(self) -> Any:
+        self.go_to_position()
+        index = super().__next__()
+        self.noted.append(self.digest)
+        return index
+
+    @property
+    def drawn(self) -> int:
+        """How often the sampler was asked: at its end once more than it gave."""
+        return self.count + self.ended
+
+    def go_to_position(self) -> _NotedIterator:
+        """Draw the order again, if that is still to be done."""
+        if self._resumed is not None:
+            state, self._resumed = self._resumed, None
+            self.replay(state)
+        return self
+
+
+def _rebuilt(loader: DataLoader[Any], state: Mapping[str, Any]) -> ResumableLoader:
+    rebuilt = ResumableLoader(loader)
+    rebuilt.load_state_dict(state)
+    return rebuilt
+
+
+def _require_plain_loader(loader: Any) -> None:
+    if is_stateful_loader(loader):
+        raise UsageError("a StatefulDataLoader has a state already", advice="make it a component as it is")
+    if not isinstance(loader, DataLoader):
+        raise UsageError(f"ResumableLoader takes a torch.utils.data.DataLoader, not {type(loader).__name__}")
+    if isinstance(loader.dataset, IterableDataset):
+        raise UsageError(
+            "ResumableLoader cannot skip to a position in an IterableDataset: it has no indices",
+            advice="use torchdata's StatefulDataLoader, with a dataset that has state_dict() and load_state_dict()",
+        )
+    if loader.num_workers > 0 and not getattr(loader, "in_order", True):
+        raise UsageError(
+            "a DataLoader with in_order=False gives batches in another order in every run",
+            advice="leave in_order=False out",
+        )
+
+
+def _length(loader: DataLoader[Any]) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+def _epoch_text(epochs: Mapping[str, int]) -> str:
+    return ", ".join(str(epoch) for epoch in dict.fromkeys(epochs.values())) or "none"

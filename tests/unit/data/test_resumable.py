@@ -1,0 +1,481 @@
+"""A plain DataLoader with a state: every position of every kind of order, and what a training does to a loader."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import multiprocessing
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+import holdfast
+from holdfast.data import ResumableLoader
+from holdfast.errors import StateMismatchError, UsageError
+
+SAMPLES = 11
+
+
+class Rows(Dataset[int]):
+    """Numbers, and how often one was loaded."""
+
+    def __init__(self, count: int = SAMPLES) -> None:
+        self.count = count
+        self.loaded: list[int] = []
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> int:
+        self.loaded.append(index)
+        return index
+
+
+class NumpySampler:
+    """A sampler of a user's, with a generator of NumPy that it draws from all the time."""
+
+    def __init__(self) -> None:
+        self.source = numpy.random.default_rng(7)
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(SAMPLES):
+            yield int(self.source.integers(SAMPLES))
+
+
+class PythonSampler:
+    """A sampler of a user's that shuffles with Python's global generator."""
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(SAMPLES))
+        random.shuffle(order)
+        return iter(order)
+
+
+class CountingSampler:
+    """A sampler of a user's that counts its epochs itself."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        return iter(torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(4)
+
+
+def built(**options: Any) -> Callable[[], DataLoader[Any]]:
+    """A function that builds the same loader anew, with samplers and generators of its own."""
+
+    def build() -> DataLoader[Any]:
+        made = {name: one() if callable(one) else one for name, one in options.items()}
+        return DataLoader(Rows(), **{"batch_size": 2, **made})
+
+    return build
+
+
+def batched(sampler: Callable[[], Any]) -> Callable[[], Any]:
+    return lambda: BatchSampler(sampler(), 3, True)
+
+
+ORDERS = {
+    "sequential": built(),
+    "shuffled": built(shuffle=True),
+    "the last batch dropped": built(shuffle=True, drop_last=True),
+    "single samples": built(shuffle=True, batch_size=None),
+    "generator of the loader": built(shuffle=True, generator=generator),
+    "generator for the seed alone": built(generator=generator),
+    "generator of the sampler": built(sampler=lambda: RandomSampler(range(SAMPLES), generator=generator())),
+    "with replacement": built(sampler=lambda: RandomSampler(range(3), True, 70, generator())),
+    "weighted": built(sampler=lambda: WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)),
+    "subset": built(sampler=lambda: SubsetRandomSampler(range(0, SAMPLES, 2))),
+    "batch sampler": lambda: DataLoader(Rows(), batch_sampler=batched(lambda: RandomSampler(range(SAMPLES)))()),
+    "list of batches": lambda: DataLoader(Rows(), batch_sampler=[[0, 1], [2], [5, 4, 3]]),
+    "distributed": built(sampler=lambda: DistributedSampler(range(SAMPLES), 2, 1)),  # type: ignore[arg-type]
+    "sampler with NumPy's generator": built(sampler=NumpySampler),
+    "sampler with Python's generator": built(sampler=PythonSampler),
+    "sampler that counts its epochs": built(sampler=CountingSampler),
+}
+
+
+def seed(number: int) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+    numpy.random.seed(number)
+
+
+def draws(loader: Any) -> tuple[Any, ...]:
+    """Draw from the global generators and from the loader's own, as a training step may."""
+    own = float(torch.rand((), generator=loader.generator)) if loader.generator is not None else None
+    return float(torch.rand(())), random.random(), float(numpy.random.rand()), own
+
+
+def rows(batch: Any) -> Any:
+    return batch.tolist() if isinstance(batch, torch.Tensor) else batch
+
+
+def epoch(loader: Any, number: int) -> list[Any]:
+    """One epoch of a training: each batch, and what the step drew."""
+    if isinstance(loader.sampler, DistributedSampler):
+        loader.sampler.set_epoch(number)
+    return [(rows(batch), draws(loader)) for batch in loader]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_without_a_restore_batches_and_draws_are_those_of_the_plain_loader(order: str) -> None:
+    seed(1)
+    plain = ORDERS[order]()
+    expected = [epoch(plain, number) for number in range(3)]
+    seed(1)
+    loader = ResumableLoader(ORDERS[order]())
+    assert [epoch(loader, number) for number in range(3)] == expected
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_loader_resumes_exactly_at_every_position(order: str) -> None:
+    """The state and the random state are taken after each batch of two epochs; from each of them the run goes on."""
+    seed(1)
+    first = ResumableLoader(ORDERS[order]())
+    seen: list[Any] = []
+    saved = [(0, 0, pickle.dumps((first.state_dict(), holdfast.get_rng_state())))]
+    for number in range(4):
+        if isinstance(first.sampler, DistributedSampler):
+            first.sampler.set_epoch(number)
+        for batch in first:
+            seen.append((rows(batch), draws(first)))
+            saved.append((number, len(seen), pickle.dumps((first.state_dict(), holdfast.get_rng_state()))))
+        saved.append((number + 1, len(seen), pickle.dumps((first.state_dict(), holdfast.get_rng_state()))))
+    for number, position, state in saved:
+        seed(31337)
+        second = ResumableLoader(ORDERS[order]())
+        own, everything = pickle.loads(state)
+        second.load_state_dict(own)
+        holdfast.set_rng_state(everything)
+        resumed = [one for each in range(number, 4) for one in epoch(second, each)]
+        assert resumed == seen[position:], f"after batch {position} in epoch {number}"
+
+
+def resumed(loader: ResumableLoader, other: DataLoader[Any] | None = None) -> ResumableLoader:
+    """A new loader with the state of another one."""
+    second = ResumableLoader(other if other is not None else DataLoader(Rows(), batch_size=2, shuffle=True))
+    second.load_state_dict(copy.deepcopy(loader.state_dict()))
+    return second
+
+
+def stopped(batches: int, loader: DataLoader[Any] | None = None) -> tuple[ResumableLoader, list[Any]]:
+    """A loader after some batches, and the rest of its epoch."""
+    first = ResumableLoader(loader if loader is not None else DataLoader(Rows(), batch_size=2, shuffle=True))
+    iterator = iter(first)
+    for _ in range(batches):
+        next(iterator)
+    rest = copy.deepcopy(first)
+    return first, [rows(batch) for batch in rest]
+
+
+def test_skipped_samples_are_not_loaded() -> None:
+    first, rest = stopped(3)
+    data = Rows()
+    second = resumed(first, DataLoader(data, batch_size=2, shuffle=True))
+    assert [rows(batch) for batch in second] == rest
+    assert sorted(data.loaded) == sorted(index for batch in rest for index in batch)
+
+
+def test_the_users_loader_is_not_changed() -> None:
+    plain = DataLoader(Rows(), batch_size=2, shuffle=True)
+    before = dict(vars(plain))
+    list(resumed(stopped(2)[0], plain))
+    assert vars(plain) == before
+
+
+def test_length_and_attributes_are_those_of_the_loader() -> None:
+    plain = DataLoader(Rows(), batch_size=2, shuffle=True)
+    loader = ResumableLoader(plain)
+    assert (len(loader), loader.dataset, loader.sampler) == (6, plain.dataset, plain.sampler)
+    assert repr(loader) == "ResumableLoader(DataLoader)"
+    with pytest.raises(AttributeError, match="colour"):
+        _ = loader.colour
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
+def test_a_copy_has_the_position(way: Callable[[Any], Any]) -> None:
+    first, rest = stopped(2)
+    assert [rows(batch) for batch in way(first)] == rest
+    assert [rows(batch) for batch in way(resumed(first))] == rest
+
+
+def test_a_loader_that_was_not_asked_for_a_batch_since_keeps_its_position() -> None:
+    first, rest = stopped(4)
+    again = resumed(resumed(resumed(first)))
+    assert [rows(batch) for batch in again] == rest
+
+
+def test_a_state_is_not_changed_by_what_the_loader_does_later() -> None:
+    first = ResumableLoader(DataLoader(Rows(), batch_size=2, shuffle=True))
+    iterator = iter(first)
+    next(iterator)
+    state = first.state_dict()
+    kept = pickle.dumps(state)
+    list(iterator)
+    list(first)
+    assert pickle.dumps(state) == kept
+
+
+def test_a_loop_that_breaks_out_of_an_epoch_begins_a_new_one() -> None:
+    loader = ResumableLoader(DataLoader(Rows(), batch_size=2))
+    for _ in loader:
+        break
+    assert rows(next(iter(loader))) == [0, 1]
+
+
+def test_an_epoch_that_was_left_is_gone_on_with_after_a_restore_unless_it_was_ended() -> None:
+    loader = ResumableLoader(DataLoader(Rows(), batch_size=2))
+    for _ in loader:
+        break
+    plain = DataLoader(Rows(), batch_size=2)
+    assert rows(next(iter(resumed(loader, plain)))) == [2, 3]
+    loader.end_epoch()
+    assert rows(next(iter(resumed(loader, plain)))) == [0, 1]
+    second = resumed(stopped(1, DataLoader(Rows(), batch_size=2))[0], plain)
+    second.end_epoch()
+    assert rows(next(iter(second))) == [0, 1]
+
+
+def test_the_state_is_that_of_the_iterator_that_was_built_last() -> None:
+    loader = ResumableLoader(DataLoader(Rows(), batch_size=2))
+    one, other = iter(loader), iter(loader)
+    next(other), next(one), next(one)
+    assert loader.state_dict()["batches"] == 1
+    assert rows(next(iter(resumed(loader, DataLoader(Rows(), batch_size=2))))) == [2, 3]
+
+
+class Broken(Rows):
+    def __getitem__(self, index: int) -> int:
+        if index == 3:
+            raise ValueError("sample 3 is damaged")
+        return index
+
+
+def test_a_batch_that_could_not_be_loaded_counts_as_used() -> None:
+    loader = ResumableLoader(DataLoader(Broken(), batch_size=2))
+    iterator = iter(loader)
+    assert rows(next(iterator)) == [0, 1]
+    with pytest.raises(ValueError, match="damaged"):
+        next(iterator)
+    assert rows(next(iter(resumed(loader, DataLoader(Broken(), batch_size=2))))) == [4, 5]
+    assert rows(next(iterator)) == [4, 5]
+
+
+# The sampler's epoch
+
+
+def of_rank(epoch: int) -> tuple[DistributedSampler[Any], DataLoader[Any]]:
+    sampler: DistributedSampler[Any] = DistributedSampler(Rows(), 2, 0)
+    sampler.set_epoch(epoch)
+    return sampler, DataLoader(Rows(), batch_size=2, sampler=sampler)
+
+
+def test_the_epoch_of_the_sampler_is_restored_where_nobody_sets_it() -> None:
+    first, rest = stopped(1, of_rank(3)[1])
+    sampler, plain = of_rank(0)
+    second = resumed(first, plain)
+    assert sampler.epoch == 3
+    assert [rows(batch) for batch in second] == rest
+
+
+def test_another_epoch_in_the_middle_of_one_is_an_error_each_time() -> None:
+    first, rest = stopped(1, of_rank(3)[1])
+    sampler, plain = of_rank(0)
+    second = resumed(first, plain)
+    sampler.set_epoch(4)
+    for _ in range(2):
+        with pytest.raises(StateMismatchError, match="epoch 3, and the sampler was set to epoch 4"):
+            iter(second)
+    sampler.set_epoch(3)
+    assert [rows(batch) for batch in second] == rest
+
+
+def test_another_epoch_in_the_middle_of_one_is_begun_once_the_old_one_is_ended() -> None:
+    sampler, plain = of_rank(0)
+    second = resumed(stopped(1, of_rank(3)[1])[0], plain)
+    sampler.set_epoch(4)
+    second.end_epoch()
+    assert [rows(batch) for batch in second] == [rows(batch) for batch in of_rank(4)[1]]
+
+
+def test_after_the_last_batch_another_epoch_is_begun() -> None:
+    first, rest = stopped(3, of_rank(3)[1])
+    assert rest == []
+    sampler, plain = of_rank(0)
+    second = resumed(first, plain)
+    sampler.set_epoch(4)
+    assert [rows(batch) for batch in second] == [rows(batch) for batch in of_rank(4)[1]]
+
+
+# An order that is not the same
+
+
+class LazySampler:
+    """A sampler of a user's that draws each index from the global generator when it is asked for it."""
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(SAMPLES):
+            yield random.randrange(SAMPLES)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "match"),
+    [
+        (built(shuffle=True), lambda: DataLoader(Rows(40), batch_size=2, shuffle=True), "first 4 differ"),
+        (built(shuffle=True), built(), "first 4 differ"),
+        (built(), built(batch_size=3), "first 4 differ"),
+        (built(), lambda: DataLoader(Rows(5), batch_size=2), "4 were used, and now there are 3"),
+        (built(sampler=LazySampler), built(sampler=LazySampler), "first 4 differ"),
+    ],
+)
+def test_an_order_that_cannot_be_rebuilt_is_an_error_each_time(
+    before: Callable[[], DataLoader[Any]], now: Callable[[], DataLoader[Any]], match: str
+) -> None:
+    first = ResumableLoader(before())
+    iterator = iter(first)
+    for _ in range(4):
+        next(iterator)
+        draws(first)
+    second = resumed(first, now())
+    held = torch.get_rng_state()
+    for _ in range(2):
+        with pytest.raises(StateMismatchError, match=match):
+            iter(second)
+    assert torch.equal(torch.get_rng_state(), held)
+    second.end_epoch()
+    assert len(list(second)) > 0
+
+
+def test_a_state_of_something_else_is_refused() -> None:
+    loader = ResumableLoader(DataLoader(Rows()))
+    with pytest.raises(StateMismatchError, match="no state of a ResumableLoader"):
+        loader.load_state_dict({"_num_yielded": 3})
+    with pytest.raises(StateMismatchError, match="no state of a ResumableLoader"):
+        loader.load_state_dict([])  # type: ignore[arg-type]
+
+
+def test_generators_that_were_saved_and_are_missing_now_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    first, _ = stopped(1, DataLoader(Rows(), batch_size=2, shuffle=True, generator=generator()))
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        resumed(first)
+    assert "was saved with the generators ['generator'] and has none now" in caplog.text
+
+
+# What cannot be wrapped
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+class LateLoader(DataLoader[Any]):
+    """Builds its iterator when the first batch is asked for."""
+
+    def __iter__(self) -> Any:
+        yield from super().__iter__()
+
+
+def test_what_cannot_be_resumed_is_refused() -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    for given, match in [
+        (StatefulDataLoader(Rows()), "has a state already"),
+        (DataLoader(Stream()), "IterableDataset"),
+        (Rows(), "not Rows"),
+        (ResumableLoader(DataLoader(Rows())), "not ResumableLoader"),
+        (DataLoader(Rows(), num_workers=1, in_order=False), "in_order=False"),
+    ]:
+        with pytest.raises(UsageError, match=match):
+            ResumableLoader(given)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="LateLoader builds its iterator only when"):
+        iter(ResumableLoader(LateLoader(Rows())))
+
+
+@pytest.mark.parametrize(
+    ("loader", "match"),
+    [(DataLoader(Rows()), "holdfast.data.ResumableLoader"), (DataLoader(Stream()), "StatefulDataLoader, with a")],
+)
+def test_a_plain_loader_as_a_component_is_refused_with_advice(
+    loader: DataLoader[Any], match: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=match):
+        holdfast.CheckpointManager(tmp_path, {"loader": loader})
+    with pytest.raises(UsageError, match=match):
+        holdfast.CheckpointManager(tmp_path, {"loader": holdfast.PerRank(loader)})
+
+
+# Workers
+
+
+class Seeds(Rows):
+    """Gives each sample with the seed that all workers of the epoch share."""
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        worker = torch.utils.data.get_worker_info()
+        return index, (worker.seed - worker.id if worker is not None else 0)
+
+
+def with_workers(workers: int, **options: Any) -> DataLoader[Any]:
+    if workers:
+        options |= {"num_workers": workers, "multiprocessing_context": "fork"}
+    return DataLoader(Seeds(), batch_size=2, shuffle=True, generator=generator(), **options)
+
+
+def indices(batches: Iterator[Any]) -> list[Any]:
+    return [batch[0].tolist() for batch in batches]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "now"), [(0, 2), (2, 0), (2, 1)])
+def test_the_number_of_workers_may_change(before: int, now: int) -> None:
+    first = ResumableLoader(with_workers(before, **({"prefetch_factor": 3} if before else {})))
+    iterator = iter(first)
+    next(iterator)
+    second = resumed(first, with_workers(now))
+    expected = indices(iterator), indices(iter(first)), indices(iter(first))
+    assert (indices(iter(second)), indices(iter(second)), indices(iter(second))) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_get_the_seed_of_the_epoch_that_is_resumed(persistent: bool) -> None:
+    first = ResumableLoader(with_workers(2, persistent_workers=persistent))
+    list(first)
+    iterator = iter(first)
+    next(iterator)
+    second = resumed(first, with_workers(2, persistent_workers=persistent))
+    expected = [[one.tolist() for one in batch] for batch in iterator]
+    assert [[one.tolist() for one in batch] for batch in second] == expected
+    first._copy = second._copy = None
+
+
+@pytest.mark.slow
+def test_workers_end_when_the_training_leaves_the_loop() -> None:
+    loader = ResumableLoader(with_workers(2))
+    for _ in loader:
+        assert len(multiprocessing.active_children()) >= 2
+        break
+    assert multiprocessing.active_children() == []
