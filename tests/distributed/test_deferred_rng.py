@@ -118,3 +118,32 @@ def test_ranks_without_a_random_state_take_part_and_a_failure_is_one_on_all(tmp_
     assert "ZeroDivisionError: no dice" in first["failed"][1]
     assert first["save"][0] == "UsageError"
     assert first["set"] is True
+
+
+class OtherState(holdfast.RNGState):
+    """What is saved is no random state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"dice": 6}
+
+
+def save_other(rank: int, folder: str) -> None:
+    parts = {**state(), "dice": holdfast.PerRank(OtherState())}
+    with holdfast.CheckpointManager(folder, parts, mode="sync", rng=False, timeout=60) as manager:
+        manager.save(0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rng", ["now", "later"])
+def test_what_is_no_random_state_is_refused_before_anything_changes_on_another_number_of_ranks(
+    tmp_path: Path, rng: Any
+) -> None:
+    values(run_ranks(2, save_other, str(tmp_path)))
+    model = torch.nn.Linear(2, 2)
+    before = model.weight.clone()
+    parts = {"model": holdfast.Shared(model), "dice": holdfast.PerRank(holdfast.RNGState())}
+    with holdfast.CheckpointManager(tmp_path, parts, mode="sync", rng=False) as manager:
+        with pytest.raises(holdfast.StateMismatchError, match="this is no random state"):
+            manager.restore(strategy=ADAPT, rng=rng)
+        assert manager.restore_rng() is False
+    assert torch.equal(model.weight, before)

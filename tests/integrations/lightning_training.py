@@ -18,18 +18,21 @@ SAMPLES = 48
 BATCH = 4
 
 
-class Samples(Dataset[Any]):
+class Samples(Dataset[Any]):  # type: ignore[misc]
     """Numbered samples with noise from the global generator, as augmentations draw it."""
+
+    def __init__(self, noise: float = 0.01) -> None:
+        self.noise = noise
 
     def __len__(self) -> int:
         return SAMPLES
 
     def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
         generator = torch.Generator().manual_seed(index)
-        return index, torch.randn(4, generator=generator) + 0.01 * torch.rand(4)
+        return index, torch.randn(4, generator=generator) + self.noise * torch.rand(4)
 
 
-class Stream(IterableDataset[Any]):
+class Stream(IterableDataset[Any]):  # type: ignore[misc]
     """The same samples without a length."""
 
     def __iter__(self) -> Any:
@@ -57,7 +60,7 @@ class StatefulStream(Stream):
         self.position = state["position"]
 
 
-class Net(pl.LightningModule):
+class Net(pl.LightningModule):  # type: ignore[misc]
     """A net with dropout; notes the samples, the loss and the learning rate of each batch."""
 
     def __init__(self, width: int = 8, plateau: str | None = None, dropout: float = 0.5) -> None:
@@ -104,7 +107,7 @@ class StopTraining(Exception):
     """Ends a training at a batch, from the inside."""
 
 
-class Stop(pl.Callback):
+class Stop(pl.Callback):  # type: ignore[misc]
     """Ends the training before a batch, counted over all epochs: by an exception, or by SIGKILL."""
 
     def __init__(self, batch: int, *, kill: bool = False) -> None:
@@ -120,9 +123,9 @@ class Stop(pl.Callback):
 
 def loader(kind: str) -> Any:
     """Return a training loader. `kind` has what is special about it: "stateful", "workers", "sequential", "generator",
-    "distributed", "stream"; a "plain" one is shuffled."""
+    "distributed", "stream", "still" for samples without noise; a "plain" one is shuffled."""
     options: dict[str, Any] = {"batch_size": BATCH, "num_workers": 2 if "workers" in kind else 0}
-    dataset: Any = Samples()
+    dataset: Any = Samples(noise=0.0 if "still" in kind else 0.01)
     if "stream" in kind:
         dataset = StatefulStream() if "stateful" in kind else Stream()
     elif "distributed" in kind:

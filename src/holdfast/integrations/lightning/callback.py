@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import os
+import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -35,7 +37,7 @@ class _Training:
     state: TrainerState
 
 
-class HoldfastCheckpoint(RankedRun, Checkpoint):
+class HoldfastCheckpoint(RankedRun, Checkpoint):  # type: ignore[misc]
     """Saves a Lightning training to a run of Holdfast, and resumes it from there when `fit` starts.
 
     run: the folder or URL that holds the run's checkpoints.
@@ -73,7 +75,7 @@ class HoldfastCheckpoint(RankedRun, Checkpoint):
         every_n_epochs: int | None = None,
         save_on_train_epoch_end: bool | None = None,
         resume: Literal["auto", "required", "never"] = "auto",
-        selector: str | int | os.PathLike[str] = "latest",
+        selector: str | int = "latest",
         strategy: holdfast.LoadStrategy | None = None,
         keep: Any = None,
         stop: Any = None,
@@ -98,6 +100,10 @@ class HoldfastCheckpoint(RankedRun, Checkpoint):
         self._keep = policy_of(monitor, mode, save_top_k, save_last, keep)
         self._training: _Training | None = None
         self._reset()
+
+    @property
+    def state_key(self) -> str:
+        return f"{type(self).__qualname__}{{'run': {str(self.run)!r}}}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `ModelCheckpoint` has here, for programs that read it; a resume needs none of it."""
@@ -130,13 +136,14 @@ class HoldfastCheckpoint(RankedRun, Checkpoint):
                 f"{type(trainer.strategy).__name__} is not supported: it keeps parameters in flat tensors of its own",
                 advice="use ModelParallelStrategy with fully_shard (FSDP2), or DDP",
             )
-        trainer.strategy.checkpoint_io = ReadingIO(trainer.strategy.checkpoint_io, self, trainer)
+        trainer.strategy.checkpoint_io = ReadingIO(trainer.strategy.checkpoint_io, self.run, trainer)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Build the manager, and resume."""
         if trainer.fast_dev_run:
             return
-        if trainer.global_step > 0 and not trainer.ckpt_path:
+        _refuse_path(trainer, self.run, self.resume)
+        if trainer.global_step > 0 and self.resume != "never":
             raise holdfast.UsageError(
                 "this trainer has trained before, and its run may have an older checkpoint",
                 advice="build a new Trainer for another fit: it resumes where this one ended",
@@ -144,14 +151,17 @@ class HoldfastCheckpoint(RankedRun, Checkpoint):
         self._reset()
         loops = Loops(trainer, lambda boundary: self._at_boundary(trainer, boundary))
         state = TrainerState(trainer, loops, self, lightning.__version__)
+        handler = signal.getsignal(signal.SIGTERM)
         self._training = _Training(self._open(trainer, loops, state), loops, state)
-        self._refuse_path(trainer)
+        if signal.getsignal(signal.SIGTERM) is not handler:
+            # The manager stops the training at the same batch on all ranks. Lightning raises on each rank for itself.
+            trainer._signal_connector._sigterm_notifier_fn = _leave_signal
         self._restore(trainer, self._training)
         loops.install()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         # Strategies that load after the set-up have loaded it by now.
-        self._refuse_path(trainer)
+        _refuse_path(trainer, self.run, self.resume)
         self._last_time_seconds = time.monotonic()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -166,11 +176,15 @@ class HoldfastCheckpoint(RankedRun, Checkpoint):
             self._wanted = True
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        if not self._is_idle(trainer) and self._saves_on_train_epoch_end(trainer) and self._is_epoch(trainer):
+        if (
+            not self._is_idle(trainer)
+            and _saves_on_train_epoch_end(trainer, self._on_train_epoch_end)
+            and self._is_epoch(trainer)
+        ):
             self._wanted = True
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        if self._is_idle(trainer) or self._saves_on_train_epoch_end(trainer):
+        if self._is_idle(trainer) or _saves_on_train_epoch_end(trainer, self._on_train_epoch_end):
             return
         if self._deferred or self._is_epoch(trainer):
             self._wanted = True
@@ -180,7 +194,7 @@ class HoldfastCheckpoint(RankedRun, Checkpoint):
         if self._training is None:
             return
         if self.save_last and self._last_step_saved == 0 and trainer.global_step > 0:
-            self._save(trainer, self._training, "epoch")
+            self._save(trainer, self._training, "batch" if self._training.loops.is_cut_short else "epoch")
         self._training.manager.wait()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -207,6 +221,7 @@ class HoldfastCheckpoint(RankedRun, Checkpoint):
         training, self._training = self._training, None
         if training is not None:
             training.loops.remove()
+            vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
         if isinstance(trainer.strategy.checkpoint_io, ReadingIO):
             trainer.strategy.checkpoint_io = trainer.strategy.checkpoint_io.wrapped
         return training
@@ -233,27 +248,15 @@ class HoldfastCheckpoint(RankedRun, Checkpoint):
             **self._options,
         )
 
-    def _refuse_path(self, trainer: Any) -> None:
-        if trainer.ckpt_path and self.resume != "never":
-            raise two_sources(trainer.ckpt_path, self.run)
-
     def _restore(self, trainer: Any, training: _Training) -> None:
-        strategy = self._strategy_for(trainer, training.manager)
+        strategy = self._strategy
+        if strategy is None:
+            strategy = _default_strategy(trainer, training.manager, self._selector, self.resume)
         if not training.manager.restore(self._selector, strategy=strategy).resumed:
             return
         own = training.state.take_up()
         self._deferred = bool(own.get("deferred", False))
         self._last_step_saved = trainer.global_step
-
-    def _strategy_for(self, trainer: Any, manager: holdfast.CheckpointManager) -> holdfast.LoadStrategy | None:
-        if self._strategy is not None:
-            return self._strategy
-        strict = bool(trainer.lightning_module.strict_loading)
-        found = manager.peek(self._selector) if self.resume != "never" else None
-        if found is not None and "import" in found.extra:
-            # Lightning keeps no random state, and the position of loaders among the progress of its loops.
-            return holdfast.LoadStrategy(strict=strict, on_missing="skip")
-        return holdfast.LoadStrategy(strict=strict)
 
     def _is_idle(self, trainer: Any) -> bool:
         """Return whether nothing may be saved now, or this step is saved already."""
@@ -267,17 +270,6 @@ class HoldfastCheckpoint(RankedRun, Checkpoint):
     def _is_epoch(self, trainer: Any) -> bool:
         epochs = self._intervals.epochs
         return epochs > 0 and (trainer.current_epoch + 1) % epochs == 0
-
-    def _saves_on_train_epoch_end(self, trainer: Any) -> bool:
-        """Return whether an epoch is saved at its end, not after its validation: decided as `ModelCheckpoint` does."""
-        if self._on_train_epoch_end is not None:
-            return self._on_train_epoch_end
-        if getattr(trainer, "_val_check_time_interval", None) is not None or trainer.check_val_every_n_epoch != 1:
-            return False
-        batches = trainer.num_val_batches
-        if (sum(batches) if isinstance(batches, list) else batches) == 0:
-            return True
-        return bool(trainer.val_check_interval == 1.0)
 
     def _at_boundary(self, trainer: Any, boundary: Boundary) -> None:
         """Save if that is wanted, now that a batch or an epoch is wholly done; all ranks are here."""
@@ -311,7 +303,7 @@ class HoldfastCheckpoint(RankedRun, Checkpoint):
             trainer.global_step,
             metrics=metrics,
             progress={
-                "epoch": trainer.current_epoch,
+                "epoch": loops.epochs_done,
                 "global_step": trainer.global_step,
                 "batches_of_epoch": 0 if boundary == "epoch" else loops.batches_done,
             },
@@ -352,6 +344,41 @@ class HoldfastCheckpoint(RankedRun, Checkpoint):
         if len(best) < self.save_top_k:
             return True
         return score < float(best[-1]) if self.mode == "min" else score > float(best[-1])
+
+
+def _refuse_path(trainer: Any, run: Any, resume: str) -> None:
+    path = trainer.ckpt_path
+    # Lightning's search for a learning rate or a batch size reads back a file of its own.
+    if path and resume != "never" and not Path(path).name.startswith((".lr_find_", ".scale_batch_size_")):
+        raise two_sources(path, run)
+
+
+def _default_strategy(
+    trainer: Any, manager: holdfast.CheckpointManager, selector: str | int, resume: str
+) -> holdfast.LoadStrategy:
+    """Return how to restore: all of it, except that a checkpoint that was imported lacks what Lightning lacks."""
+    strict = bool(trainer.lightning_module.strict_loading)
+    found = manager.peek(selector) if resume != "never" and trainer.is_global_zero else None
+    if trainer.strategy.broadcast(found is not None and "import" in found.extra):
+        # Lightning keeps no random state, and the position of loaders among the progress of its loops.
+        return holdfast.LoadStrategy(strict=strict, on_missing="skip")
+    return holdfast.LoadStrategy(strict=strict)
+
+
+def _saves_on_train_epoch_end(trainer: Any, chosen: bool | None) -> bool:
+    """Return whether an epoch is saved at its end, not after its validation: decided as `ModelCheckpoint` does."""
+    if chosen is not None:
+        return chosen
+    if getattr(trainer, "_val_check_time_interval", None) is not None or trainer.check_val_every_n_epoch != 1:
+        return False
+    batches = trainer.num_val_batches
+    if (sum(batches) if isinstance(batches, list) else batches) == 0:
+        return True
+    return bool(trainer.val_check_interval == 1.0)
+
+
+def _leave_signal(number: int, frame: Any) -> None:
+    """Do nothing: the manager's handler, which is called as well, has seen the signal."""
 
 
 def _numbered(name: str, objects: Any) -> dict[str, Any]:

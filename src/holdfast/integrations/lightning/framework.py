@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 __all__ = ["Checkpoint", "CheckpointIO", "lightning"]
 
@@ -38,9 +38,5 @@ def _load_framework() -> Any:
 
 lightning = _load_framework()
 
-if TYPE_CHECKING:
-    from lightning.pytorch.callbacks import Checkpoint as Checkpoint
-    from lightning.pytorch.plugins.io import CheckpointIO as CheckpointIO
-else:
-    Checkpoint = lightning.callbacks.Checkpoint
-    CheckpointIO = importlib.import_module(f"{lightning.__name__}.plugins.io").CheckpointIO
+Checkpoint: Any = lightning.callbacks.Checkpoint
+CheckpointIO: Any = importlib.import_module(f"{lightning.__name__}.plugins.io").CheckpointIO

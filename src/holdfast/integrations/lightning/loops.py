@@ -30,6 +30,7 @@ class Loops:
 
     on_boundary: called with "batch" when a batch, and the validation after it, is done, and with "epoch" when an epoch
         is, on all ranks.
+    is_cut_short: whether the training stopped in the middle of an epoch, which Lightning counts as done.
     """
 
     def __init__(self, trainer: Any, on_boundary: Callable[[Boundary], None]) -> None:
@@ -40,6 +41,7 @@ class Loops:
         self._resume: Boundary | None = None
         self._loaded_in_epoch: int | None = None
         self._noted: dict[str, Any] = {}
+        self.is_cut_short = False
         self.position = DataPosition(self._fit)
         self.rng = LateRNGState()
 
@@ -70,7 +72,7 @@ class Loops:
 
     @property
     def epochs_done(self) -> int:
-        return int(self._fit.epoch_progress.total.processed)
+        return int(self._fit.epoch_progress.total.processed) - self.is_cut_short
 
     @property
     def batches_done(self) -> int:
@@ -82,6 +84,10 @@ class Loops:
         self.position.at_epoch_end = boundary == "epoch"
         state = self._fit.state_dict()
         state["state_dict"] = {key: value for key, value in state["state_dict"].items() if key != "combined_loader"}
+        if self.is_cut_short:
+            for counts in (state["epoch_progress"]["total"], state["epoch_progress"]["current"]):
+                counts["processed"] -= 1
+                counts["completed"] -= 1
         return {
             "fit_loop": state,
             "boundary": boundary,
@@ -146,6 +152,7 @@ class Loops:
             self._fit._last_train_dl_reload_epoch, self._loaded_in_epoch = self._loaded_in_epoch, None
 
     def _fit_on_advance_start(self, original: Callable[[], None]) -> None:
+        self.is_cut_short = False
         if self._resume == "epoch":
             self._resume = None
             self._mark(fit=False, epoch=False, validation=False)
@@ -155,7 +162,9 @@ class Loops:
 
     def _fit_on_advance_end(self, original: Callable[[], None]) -> None:
         original()
-        self._on_boundary("epoch")
+        # By max_steps or should_stop: a training with a higher limit goes on with the rest of the epoch.
+        self.is_cut_short = not self.is_last_batch() and not self.is_accumulating()
+        self._on_boundary("batch" if self.is_cut_short else "epoch")
 
     def _epoch_reset(self, original: Callable[[], None]) -> None:
         if self._resume is None:

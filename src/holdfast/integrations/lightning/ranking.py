@@ -26,21 +26,18 @@ class RankedRun:
     def best_model_path(self) -> str:
         """Return the folder of the best checkpoint that is committed, or of the latest without `monitor`; empty where
         there is none."""
-        ranked = self._ranked()
-        return str(ranked[0].path) if ranked else ""
+        return self.last_model_path if self.monitor is None else next(iter(self._ranked()), "")
 
     @property
     def best_model_score(self) -> torch.Tensor | None:
         """Return the monitored metric of the best checkpoint."""
-        ranked = self._ranked() if self.monitor is not None else []
-        return torch.tensor(ranked[0].metrics[self.monitor]) if ranked else None
+        return next(iter(self._ranked().values()), None)
 
     @property
     def best_k_models(self) -> dict[str, torch.Tensor]:
-        """Return the metric of each checkpoint among the best, by its folder."""
-        ranked = self._ranked() if self.monitor is not None else []
-        kept = ranked if self.save_top_k == -1 else ranked[: self.save_top_k]
-        return {str(checkpoint.path): torch.tensor(checkpoint.metrics[self.monitor]) for checkpoint in kept}
+        """Return the metric of each checkpoint among the best, by its folder, the best first."""
+        ranked = list(self._ranked().items())
+        return dict(ranked if self.save_top_k == -1 else ranked[: self.save_top_k])
 
     @property
     def last_model_path(self) -> str:
@@ -54,10 +51,12 @@ class RankedRun:
         except holdfast.CheckpointNotFoundError:
             return []
 
-    def _ranked(self) -> list[holdfast.Checkpoint]:
-        """Return the committed checkpoints, the best first: by the metric, or the latest first without one."""
-        found = self._checkpoints()
-        if self.monitor is None:
-            return found
-        scored = [one for one in found if not math.isnan(one.metrics.get(self.monitor, math.nan))]
-        return sorted(scored, key=lambda one: one.metrics[self.monitor], reverse=self.mode == "max")
+    def _ranked(self) -> dict[str, torch.Tensor]:
+        """Return the monitored metric of each checkpoint that has one, the best first."""
+        name = self.monitor
+        if name is None:
+            return {}
+        found = [(str(one.path), one.metrics.get(name, math.nan)) for one in self._checkpoints()]
+        scored = [pair for pair in found if not math.isnan(pair[1])]
+        ordered = sorted(scored, key=lambda pair: pair[1], reverse=self.mode == "max")
+        return {path: torch.tensor(score) for path, score in ordered}

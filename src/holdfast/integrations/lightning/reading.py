@@ -7,42 +7,63 @@ from typing import Any
 
 import holdfast
 from holdfast.integrations.lightning.framework import CheckpointIO, lightning
+from holdfast.integrations.lightning.state import split_state
 
 __all__ = ["ReadingIO", "two_sources"]
 
 
-class ReadingIO(CheckpointIO):
+class ReadingIO(CheckpointIO):  # type: ignore[misc]
     """Loads the weights of a Holdfast checkpoint for `validate`, `test` and `predict` with `ckpt_path`; everything else
     is as the wrapped `CheckpointIO` does it. `fit` with a path that this callback resumes already is an error."""
 
-    def __init__(self, wrapped: Any, callback: Any, trainer: Any) -> None:
+    def __init__(self, wrapped: Any, run: Any, trainer: Any) -> None:
         self.wrapped = wrapped
-        self._callback = callback
+        self._run = run
         self._trainer = trainer
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         self.wrapped.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
     def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> Any:
-        if self._trainer.state.fn == "fit" and self._callback.resume != "never" and not self._trainer.fast_dev_run:
-            raise two_sources(path, self._callback.run)
         if not (Path(path).is_dir() and (Path(path) / "manifest.json").exists()):
             return self.wrapped.load_checkpoint(path, *args, **options)
         if self._trainer.state.fn == "fit":
-            raise holdfast.UsageError(
-                "fit cannot resume from a Holdfast checkpoint by ckpt_path",
-                file=str(path),
-                advice="pass HoldfastCheckpoint(run, selector=...) and no ckpt_path",
-            )
-        module = self._trainer.lightning_module
-        holdfast.load_weights(module, path, component="model", strict=bool(module.strict_loading))
-        return {"state_dict": module.state_dict(), "pytorch-lightning_version": lightning.__version__}
+            raise two_sources(path, self._run)
+        return _read(Path(path), self._trainer.lightning_module)
 
     def remove_checkpoint(self, path: Any) -> None:
         self.wrapped.remove_checkpoint(path)
 
     def teardown(self) -> None:
         self.wrapped.teardown()
+
+
+class _Kept:
+    """A component that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def _read(folder: Path, module: Any) -> dict[str, Any]:
+    """Fill the module, on all ranks, and return a dict as a file of Lightning has it, without the progress of loops."""
+    kept = _Kept()
+    components = {"model": module, "lightning": holdfast.Shared(kept)}
+    strategy = holdfast.LoadStrategy(
+        only=("model", "lightning"), strict=bool(module.strict_loading), on_missing="skip", progress=False
+    )
+    with holdfast.CheckpointManager(folder.parent, components, rng=False) as manager:
+        manager.restore(folder.name, strategy=strategy)
+    own, checkpoint = split_state(kept.state)
+    checkpoint.pop("loops", None)
+    checkpoint.setdefault("pytorch-lightning_version", lightning.__version__)
+    return {**checkpoint, "state_dict": module.state_dict(), **own.get("changed", {})}
 
 
 def two_sources(path: Any, run: Any) -> holdfast.UsageError:

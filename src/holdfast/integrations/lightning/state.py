@@ -19,7 +19,7 @@ from holdfast.integrations.lightning.loops import Boundary, Loops
 
 logger = logging.getLogger("holdfast")
 
-__all__ = ["TrainerState", "plain_hyper_parameters"]
+__all__ = ["TrainerState", "plain_hyper_parameters", "split_state"]
 
 _STORED_APART = ("state_dict", "optimizer_states", "lr_schedulers")
 _OWN = "holdfast"
@@ -85,7 +85,7 @@ class TrainerState:
                 advice="it is not one of a Lightning training: start from its weights with holdfast.load_weights, and "
                 "give this training a run of its own",
             )
-        own = loaded.pop(_OWN, {})
+        own, loaded = split_state(loaded)
         trainer, module = self._trainer, self._trainer.lightning_module
         checkpoint = {"epoch": trainer.current_epoch, "global_step": trainer.global_step, **loaded}
         checkpoint.setdefault("pytorch-lightning_version", self._version)
@@ -95,7 +95,7 @@ class TrainerState:
         self._load_callbacks(checkpoint)
         self._load_precision(checkpoint)
         self._loops.load_state_dict(checkpoint["loops"])
-        return dict(own)
+        return own
 
     def _live(self) -> dict[str, Any]:
         """Return what is stored by components of its own; nothing is copied."""
@@ -162,6 +162,11 @@ class TrainerState:
         precision.on_load_checkpoint(checkpoint)
         if type(precision).__qualname__ in checkpoint:
             precision.load_state_dict(checkpoint[type(precision).__qualname__])
+
+
+def split_state(loaded: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what the callback added to a loaded state, and the rest, which has the keys of Lightning's checkpoints."""
+    return dict(loaded.get(_OWN, {})), {key: value for key, value in loaded.items() if key != _OWN}
 
 
 def plain_hyper_parameters(owner: Any) -> tuple[dict[str, Any], list[str]]:

@@ -37,6 +37,12 @@ class LaterRNGState(holdfast.RNGState):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._later = state
 
+    def load_world_state(self, states: Sequence[Mapping[str, Any]], index: int, count: int) -> None:
+        before = holdfast.get_rng_state()
+        super().load_world_state(states, index, count)
+        self._later = holdfast.get_rng_state()
+        holdfast.set_rng_state(before)
+
     def take_up(self) -> None:
         later, self._later = self._later, None
         if later is not None:
