@@ -48,7 +48,7 @@ ELSEWHERE = {
     "integrations/accelerate": "tests/integrations/test_accelerate.py",
     "integrations/megatron": "tests/integrations/test_megatron_core.py",
     "integrations/megatron_bridge": "tests/integrations/test_megatron_bridge.py",
-    "integrations/megatron_sharded": "tests/integrations/test_megatron_core.py",
+    "integrations/megatron_sharded": "tests/integrations/test_megatron_sharded.py",
     "integrations/megatron_state": "tests/integrations/test_megatron_bridge.py",
     "integrations/megatron_tracker": "tests/integrations/test_megatron_bridge.py",
     "integrations/lightning": "tests/integrations/test_lightning.py",
