@@ -72,7 +72,7 @@ nemo: $(NEMO)/.ready
 
 # The frameworks that are large or want versions of their own. One that does not install is skipped, with the reason.
 FRAMEWORKS := .frameworks-venv
-FRAMEWORK_PACKAGES := wandb mlflow-skinny 'ray[train]>=2.50,<2.61'
+FRAMEWORK_PACKAGES := wandb mlflow-skinny 'ray[train]>=2.50,<2.61' 'torchtitan>=0.3,<0.4' 'megatron-core>=0.16,<0.17' 'deepspeed>=0.19,<0.20'
 
 $(FRAMEWORKS)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(FRAMEWORKS)
@@ -83,7 +83,8 @@ $(FRAMEWORKS)/.ready: pyproject.toml constraints.txt
 		echo "$$package could not be installed: its tests are skipped"; done
 	touch $(FRAMEWORKS)/.ready
 
-FRAMEWORK_TESTS := $(addprefix tests/integrations/test_,observers.py ray.py)
+FRAMEWORK_TESTS := $(addprefix tests/integrations/test_,observers.py ray.py \
+	torchtitan.py torchtitan_containers.py megatron_core.py megatron_sharded.py deepspeed.py)
 
 frameworks: $(FRAMEWORKS)/.ready
 	$(FRAMEWORKS)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(FRAMEWORK_TESTS)

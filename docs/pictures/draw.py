@@ -31,9 +31,11 @@ METADATA = {"Date": None}
 
 WHAT_IT_DOES = {
     "cli": "the command line",
+    "integrations": "other people's loops",
     "plugins": "managers named in a config",
     "testing": "fakes and contracts for users",
-    "formats": "DCP storage",
+    "formats": "other people's files",
+    "data": "loaders that resume",
     "manager": "CheckpointManager and functions",
     "saving": "capture, plan, files, stage, write, commit",
     "loading": "resolve, match, read, restore",

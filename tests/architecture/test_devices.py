@@ -15,7 +15,8 @@ KINDS = ["cuda", "rocm", "xpu"]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_module_outside_of_the_devices_names_a_kind_of_accelerator(kind: str) -> None:
-    assert uses_of(kind, SOURCE, outside=DEVICES) == []
+    # Integrations call other people's functions by the names that these have.
+    assert [use for use in uses_of(kind, SOURCE, outside=DEVICES) if not use.startswith("integrations/")] == []
 
 
 def test_the_devices_name_theirs() -> None:

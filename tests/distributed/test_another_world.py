@@ -12,10 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 import holdfast
+from holdfast.data import ResumableLoader
 from holdfast.errors import StateMismatchError
 from tests.distributed.scenes import AdaptingHolder, Holder, Play, bits, caught, meet, run_scenes, the_same_error, trees
 
@@ -113,10 +115,11 @@ def a_refusal(rank: int, folder: Path) -> Any:
 # Loaders and samplers of other people
 
 
-def stock_loader(rank: int, size: int) -> tuple[StatefulDataLoader, Any]:
+def stock_loader(rank: int, size: int) -> tuple[StatefulDataLoader, Any, Any]:
     data = list(range(40))
+    plain = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, size, rank), collate_fn=list)
     sampler = StatefulDistributedSampler(data, num_replicas=size, rank=rank, shuffle=True, seed=3)
-    return StatefulDataLoader(data, batch_size=2, sampler=sampler, collate_fn=list), sampler
+    return StatefulDataLoader(data, batch_size=2, sampler=sampler, collate_fn=list), sampler, ResumableLoader(plain)
 
 
 def stock_loaders(rank: int, folder: Path) -> Any:
@@ -129,7 +132,7 @@ def stock_loaders(rank: int, folder: Path) -> Any:
         return {"model": model, "data": made[component]}
 
     seen = []
-    for component in (0, 1):
+    for component in (0, 1, 2):
         run = folder / str(component)
         save_on_rank_0_alone(rank, run, lambda component=component: saved(component), rng=False)  # type: ignore[misc]
         for way in ("error", "adapt"):

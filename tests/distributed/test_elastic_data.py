@@ -44,17 +44,12 @@ def read(shard: str, position: int) -> Iterator[str]:
 
 
 def loader_of(kind: str, rank: int, size: int, workers: int, **options: Any) -> Any:
-    options = {
-        "shuffle": True,
-        "seed": 7,
-        "num_workers": workers,
-        "collate_fn": list,
-        "rank": rank,
-        "size": size,
-    } | options
+    given = {"shuffle": True, "seed": 7, "num_workers": workers, "collate_fn": list, "rank": rank, "size": size}
+    # Ranks of tests come from a server; workers that did, too, would each import torch anew.
+    given |= {"multiprocessing_context": "fork"} if workers else {}
     if kind == "samples":
-        return ElasticLoader(list(range(LENGTH)), 3, **options)
-    return ElasticShards(SHARDS, read, 3, **options)
+        return ElasticLoader(list(range(LENGTH)), 3, **given | options)
+    return ElasticShards(SHARDS, read, 3, **given | options)
 
 
 # One start of four ranks
@@ -118,7 +113,7 @@ def the_same_number_of_ranks(rank: int, folder: Path) -> Any:
                 found: list[Any] = []
                 while len(found) < 14 - (stop if resumes else 0):
                     for batch in loader:
-                        found.append((batch, float(model(torch.ones(1, 1)).sum()), random.random()))
+                        found.append((batch, model(torch.ones(1, 1)).sum().item(), random.random()))
                         if step == stop - 1:
                             manager.save(step)
                         step += 1
@@ -133,7 +128,8 @@ def other_data(rank: int, folder: Path) -> Any:
         model = nn.Linear(1, 1, bias=False)
         nn.init.ones_(model.weight)
         state = {"model": model, "loader": loader_of("samples", rank, 2, 0)}
-        holdfast.CheckpointManager(folder, state, mode="sync", timeout=200, process_group=group_of(2)).save(1)
+        with holdfast.CheckpointManager(folder, state, mode="sync", timeout=200, process_group=group_of(2)) as manager:
+            manager.save(1)
     meet(f"{folder} saved")
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)

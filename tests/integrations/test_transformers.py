@@ -78,6 +78,10 @@ def test_a_killed_training_is_resumed_exactly(tmp_path: Path) -> None:
 @pytest.mark.parametrize("changes", [{}, {"fsdp": True}], ids=["DDP", "FSDP2"])
 def test_a_killed_training_of_two_ranks_is_resumed_exactly(tmp_path: Path, changes: dict[str, Any]) -> None:
     killed_and_resumed(tmp_path, 2, random.randrange(4, 8), {**changes, "max_steps": 8})
+    with pytest.raises(holdfast.StateMismatchError, match="the state of 2 ranks and there are 1 now"):
+        trained(tmp_path / "run", resume=True, max_steps=10)
+    adapt = {"strategy": holdfast.LoadStrategy(on_world_change="adapt")}
+    assert trained(tmp_path / "run", resume=True, options=adapt, max_steps=10).state.global_step == 10
 
 
 VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -89,6 +93,7 @@ VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("passes", "changes"), VARIANTS.values(), ids=VARIANTS)
 def test_the_samples_and_losses_of_a_resumed_training_are_the_same(
     tmp_path: Path, passes: int, changes: dict[str, Any]
@@ -98,6 +103,7 @@ def test_the_samples_and_losses_of_a_resumed_training_are_the_same(
     require_equal(result_of(trained(tmp_path / "run", resume=True, options={}, **changes)), expected)
 
 
+@pytest.mark.slow
 def test_the_mean_loss_is_that_of_the_steps_of_this_call(tmp_path: Path) -> None:
     stopped(tmp_path / "run", 8)
     trainer = make(tmp_path / "run")
@@ -109,6 +115,7 @@ def test_the_mean_loss_is_that_of_the_steps_of_this_call(tmp_path: Path) -> None
     assert output.training_loss == pytest.approx(sum(losses[4:]) / 8)
 
 
+@pytest.mark.slow
 def test_ignore_data_skip_starts_the_epoch_again(tmp_path: Path) -> None:
     stopped(tmp_path / "run", 8)
     trainer = trained(tmp_path / "run", resume=True, ignore_data_skip=True)
@@ -118,6 +125,7 @@ def test_ignore_data_skip_starts_the_epoch_again(tmp_path: Path) -> None:
 # What to resume from
 
 
+@pytest.mark.slow
 def test_selectors_of_the_run_and_paths_are_resumed_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(holdfast.CheckpointNotFoundError, match="no checkpoint to resume from"):
         trained(tmp_path / "run", resume=True)
@@ -179,6 +187,7 @@ def test_folders_of_the_trainer_itself_are_imported_and_resumed_exactly(
 # Arguments
 
 
+@pytest.mark.slow
 def test_the_checkpoints_of_a_limit_are_those_that_the_trainer_would_keep(tmp_path: Path) -> None:
     for limit in (1, 2, 3):
         changes = {
@@ -193,16 +202,20 @@ def test_the_checkpoints_of_a_limit_are_those_that_the_trainer_would_keep(tmp_pa
         }
         more = {"compute_metrics": lambda _: {"constant": 0.5}}
         run, stock = tmp_path / f"run-{limit}", tmp_path / f"stock-{limit}"
+        before = run / "checkpoint-1"
+        before.mkdir(parents=True)
         trainer = trained(run, more=more, **changes)
         other = trained(stock, more=more, kind=transformers.Trainer, **changes)
         kept = sorted(int(folder.name.partition("-")[2]) for folder in stock.glob("checkpoint-*"))
         # With a limit of 1 the Trainer removes the latest at the very end, and then nothing can be resumed.
         assert steps_in(run) == (kept if limit > 1 else [2, 8])
+        assert before.is_dir(), "a folder of an earlier training is not for this one to remove"
         assert trainer.state.best_model_checkpoint == str(run / "step-000000002")
         weights = other.model.state_dict()
         assert all(torch.equal(one, weights[name]) for name, one in trainer.model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_the_best_model_is_known_after_a_resume_and_a_move(tmp_path: Path) -> None:
     changes = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "save_total_limit": 2}
     changes |= {"metric_for_best_model": "constant", "greater_is_better": True}
@@ -215,6 +228,7 @@ def test_the_best_model_is_known_after_a_resume_and_a_move(tmp_path: Path) -> No
     assert (tmp_path / "moved" / "best").resolve().is_dir()
 
 
+@pytest.mark.slow
 def test_only_better_models_are_saved(tmp_path: Path) -> None:
     changes = {"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss"}
     trainer = trained(tmp_path / "run", **changes)
@@ -277,6 +291,16 @@ def test_an_adapter_is_saved_without_its_base_and_resumed_exactly(tmp_path: Path
         trained(tmp_path / "run", resume=True, model=other)
     holdfast.export(tmp_path / "run", tmp_path / "out", format="peft")
     assert peft.PeftModel.from_pretrained(llama(), tmp_path / "out")
+
+
+def test_the_scaler_of_gradients_is_restored(tmp_path: Path) -> None:
+    trainer = make(tmp_path, max_steps=2)
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
+    trainer.train()
+    resumed = make(tmp_path, max_steps=3)
+    resumed.accelerator.scaler = torch.amp.GradScaler("cpu")
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.accelerator.scaler.get_scale() == 512.0
 
 
 def test_callbacks_are_restored_where_the_arguments_ask_for_it(
@@ -352,7 +376,7 @@ def test_a_save_that_fails_is_raised_by_train(tmp_path: Path) -> None:
                 holdfast.unlock(tmp_path, force=True)
 
     with pytest.raises(holdfast.HoldfastError):
-        trained(tmp_path, Seize(), max_steps=4)
+        trained(tmp_path, Seize(), options={}, max_steps=4)
     assert steps_in(tmp_path) == [2]
 
 
@@ -363,7 +387,7 @@ def test_every_checkpoint_is_committed_when_callbacks_see_the_end(tmp_path: Path
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             seen.append(steps_in(tmp_path))
 
-    trainer = trained(tmp_path, Look(), max_steps=4)
+    trainer = trained(tmp_path, Look(), options={}, max_steps=4)
     assert seen == [[2, 4]]
     assert trainer.checkpoint_manager is None
 

@@ -84,7 +84,7 @@ def require_adapter_state(name: str, adapter: Any) -> None:
 
 
 def _sampler_inside(loader: Any) -> Any:
-    batches = getattr(loader, "batch_sampler", None)
+    batches: Any = getattr(loader, "batch_sampler", None)
     while hasattr(batches, "batch_sampler"):
         batches = batches.batch_sampler
     return getattr(batches, "sampler", None)
