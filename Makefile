@@ -84,7 +84,7 @@ $(FRAMEWORKS)/.ready: pyproject.toml constraints.txt
 	touch $(FRAMEWORKS)/.ready
 
 FRAMEWORK_TESTS := $(addprefix tests/integrations/test_,observers.py ray.py \
-	torchtitan.py torchtitan_containers.py megatron_core.py deepspeed.py)
+	torchtitan.py torchtitan_containers.py megatron_core.py megatron_sharded.py deepspeed.py)
 
 frameworks: $(FRAMEWORKS)/.ready
 	$(FRAMEWORKS)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(FRAMEWORK_TESTS)

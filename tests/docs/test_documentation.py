@@ -276,9 +276,10 @@ def test_the_table_of_what_was_taken_out_is_that_of_the_tests() -> None:
     assert isinstance(needed, ast.Dict)
     rows = re.findall(r"^\| the sync of ([^|]+) \|", sections()["G1"], flags=re.MULTILINE)
     assert rows == [ast.literal_eval(key) for key in needed.keys if key is not None]
-    images = (ROOT / "tests" / "crash" / "test_power_cut_images.py").read_text()
+    others = [ROOT / "tests" / "crash" / name for name in ("test_power_cut_images.py", "test_resave_crash_points.py")]
+    every = tests + "".join(path.read_text() for path in others)
     for test in re.findall(r"`(test_\w+)`", sections()["G1"]):
-        assert f"def {test}(" in tests + images
+        assert f"def {test}(" in every
 
 
 # Links and words

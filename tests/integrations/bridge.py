@@ -55,6 +55,7 @@ class CheckpointConfig:
     non_persistent_save_interval: int | None = None
     also_save_hf_checkpoint: bool = False
     load_main_params_from_ckpt: bool = False
+    dist_ckpt_optim_fully_reshardable: bool = False
     custom_manager_class: str | None = MANAGER
 
 

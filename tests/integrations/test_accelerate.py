@@ -65,6 +65,59 @@ def test_two_processes_that_are_killed_resume_exactly(fsdp: bool, tmp_path: Path
     assert_killed_and_resumed(tmp_path, 2, random.randrange(1, 3 * BATCHES // 2 - 1), 0, 1, 0.1, fsdp)
 
 
+# A run of Accelerate's own checkpoints
+
+
+@pytest.mark.guarantee("G8")
+def test_a_folder_of_save_state_is_imported_and_resumed_exactly(tmp_path: Path, accelerator: Any) -> None:
+    from holdfast.integrations.accelerate import HoldfastState
+
+    def build() -> tuple[Any, ...]:
+        accelerator.free_memory()
+        accelerator._custom_objects.clear()
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.2), torch.nn.Linear(4, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        data = torch.randn(12, 3, generator=torch.Generator().manual_seed(1))
+        loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+        counter = Counter()
+        accelerator.register_for_checkpointing(counter)
+        return *accelerator.prepare(model, optimizer, scheduler, loader), counter
+
+    def epoch(model: Any, optimizer: Any, scheduler: Any, loader: Any, counter: Any) -> list[float]:
+        losses = []
+        for batch in loader:
+            loss = model(batch).square().mean() * torch.rand(())
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            counter.seen += len(batch)
+            losses.append(loss.item())
+        return losses
+
+    parts = build()
+    epoch(*parts)
+    accelerator.save_state(str(tmp_path / "theirs"))
+    uninterrupted = [epoch(*parts) for _ in range(2)]
+    parts = build()
+    imported = holdfast.import_checkpoint(
+        tmp_path / "theirs",
+        tmp_path / "run",
+        step=3,
+        parameters=parts[0],
+        components={"custom_checkpoint_0.pkl": "counter"},
+    )
+    assert imported.step == 3
+    torch.manual_seed(31337)
+    with HoldfastState(accelerator, tmp_path / "run", objects={"counter": parts[-1]}) as state:
+        result = state.load_state(strategy=holdfast.LoadStrategy(on_missing="skip"))
+        assert result.missing == ("dataloader",)
+        assert parts[-1].seen == 12
+        assert [epoch(*parts) for _ in range(2)] == uninterrupted
+
+
 # What is refused
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
+import resource
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -344,13 +347,13 @@ def test_a_non_persistent_save_is_refused(tmp_path: Path) -> None:
         ("optimizer", "use_distributed_optimizer", True),
     ],
 )
-def test_state_that_is_cut_over_ranks_is_refused_before_anything_is_stored(
+def test_cut_state_of_objects_that_do_not_know_how_they_are_cut_is_refused_before_anything_is_stored(
     tmp_path: Path, part: str, setting: str, value: Any
 ) -> None:
     cfg = bridge.config(tmp_path / "run")
     setattr(getattr(cfg, part), setting, value)
     made = bridge.build(cfg)
-    with pytest.raises(holdfast.UsageError, match=f"{setting}.*HoldfastSaveStrategy"):
+    with pytest.raises(holdfast.UsageError, match=f"{setting}.*Net has no sharded_state_dict"):
         made.manager.save(made.save_context(), None)
     assert not (tmp_path / "run").exists()
 
@@ -390,3 +393,38 @@ def test_a_data_iterator_whose_position_is_lost_is_named_once(tmp_path: Path, ca
             made.state.train_state.step = step
             made.manager.save(made.save_context(train_data_iterator=Iterator()), None)
     assert caplog.text.count("position of its own") == 1
+
+
+def writers() -> list[int]:
+    """Return the writer processes that this process has started."""
+    found = []
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            parent = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid() and b"holdfast" in Path(f"/proc/{process}/cmdline").read_bytes():
+                found.append(int(process))
+        except OSError:  # it has ended meanwhile
+            continue
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of another process are Linux's")
+def test_a_save_that_fails_is_raised_once_and_no_file_and_no_callback_takes_it_for_committed(tmp_path: Path) -> None:
+    made = bridge.build(bridge.config(tmp_path, async_save=True))
+
+    def save(step: int) -> None:
+        made.state.train_state.step = step
+        made.manager.save(made.save_context(), made.callbacks)
+
+    save(1)
+    made.manager.finalize_async_saves(made.state, blocking=True)
+    assert writers()
+    for process in writers():
+        resource.prlimit(process, resource.RLIMIT_FSIZE, (0, 0))
+    save(2)
+    with pytest.raises(holdfast.HoldfastError):
+        made.manager.finalize_async_saves(made.state, blocking=True)
+    for blocking in (False, True):
+        made.manager.finalize_async_saves(made.state, blocking=blocking)
+    assert (tmp_path / TRACKER).read_text() == "1"
+    assert len(made.callbacks.called) == 1

@@ -85,7 +85,8 @@ def test_a_killed_training_of_two_ranks_is_resumed_exactly(tmp_path: Path, chang
 
 
 VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "in the second epoch": (8, {}),
+    # Saved at step 8, between the logs of steps 6 and 9.
+    "in the second epoch": (10, {}),
     "at the end of an epoch": (6, {"save_strategy": "epoch"}),
     "an order drawn from the global generator": (8, {"accelerator_config": {"use_seedable_sampler": False}}),
     "batches of equal lengths": (8, {"train_sampling_strategy": "group_by_length"}),

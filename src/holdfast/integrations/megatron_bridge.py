@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import holdfast
@@ -20,6 +22,7 @@ from holdfast.integrations.megatron_state import (
     SCHEDULER,
     TRACKER,
     components_of,
+    is_sharded,
     models_in,
     plain_config,
     put_train_state,
@@ -66,7 +69,9 @@ class MegatronBridgeManager:
     """Saves and loads for Megatron-Bridge's training loop.
 
     A checkpoint's step is Bridge's count of iterations that are done. The train state is kept as its `progress`. With
-    `async_save` a save returns when the state is copied; otherwise when it is committed.
+    `async_save` a save returns when the state is copied; otherwise when it is committed. The state of megatron-core's
+    own models and optimizers, which may be cut over ranks, is laid out by megatron-core (`megatron_sharded`), and a
+    save of it always returns when it is committed.
 
     options: settings of `holdfast.CheckpointConfig` that Bridge's config does not have, such as `verify`, `timeout` or
         a `keep` of your own in place of `most_recent_k`. A subclass sets them.
@@ -81,8 +86,10 @@ class MegatronBridgeManager:
             if place is not None:
                 mark_run(place)
         self._inner: holdfast.HoldfastManager | None = None
+        self._sharded: Any = None
         self._state: dict[str, Any] = {}
         self._tracked: list[_Tracked] = []
+        self._committed: list[_Tracked] = []
         self._is_terminated = False
         self._has_warned_of_data = False
 
@@ -99,12 +106,17 @@ class MegatronBridgeManager:
             raise holdfast.UsageError("a save without a place for it", advice="set save in the checkpoint config")
         if ctx.non_persistent_ckpt:
             _refuse("non_persistent_save_interval")
+        self._require_open()
         self._warn_of_data(ctx.train_data_iterator)
-        inner, state = self._opened(ctx), self._state_of(ctx)
         progress = train_state_of(ctx.state.train_state)
         progress["floating_point_operations_so_far"] = int(ctx.num_floating_point_operations_so_far)
         step = int(ctx.state.train_state.step)
-        handle = inner.save(holdfast.SaveContext(step=step, state=state, progress=progress))
+        if is_sharded(ctx):
+            self._save_sharded(ctx, callback_manager, step, progress)
+            return
+        inner, state = self._opened(ctx), self._state_of(ctx)
+        with self._forgetting_failures():
+            handle = inner.save(holdfast.SaveContext(step=step, state=state, progress=progress))
         # A save waits for the one before it, on all ranks alike: so what is done now, is done on all of them.
         self._report_committed()
         self._tracked.append(_Tracked(step, handle, ctx, callback_manager))
@@ -114,38 +126,88 @@ class MegatronBridgeManager:
     def load(self, ctx: Any) -> tuple[int, int]:
         """Load what the config names into the context's objects. Returns the iterations that are done, and the
         operations that were counted; (0, 0) when there is nothing to load."""
-        inner = self._opened(ctx)
-        self._state_of(ctx)
-        source = self._source(inner)
+        self._require_open()
+        is_whole = not is_sharded(ctx)
+        if is_whole:
+            self._opened(ctx)
+            self._state_of(ctx)
+        source = self._source()
         if source is None:
             logger.warning("no checkpoint in load='%s': the training starts from scratch", self.checkpoint_config.load)
             return 0, 0
-        if source.weights_alone:
-            self._load_weights(inner, source, ctx)
+        if not is_whole:
+            self._load_sharded(source, ctx)
+        elif source.weights_alone:
+            self._load_weights(self._opened(ctx), source, ctx)
         else:
-            self._resume(inner, source, ctx)
+            self._resume(self._opened(ctx), source, ctx)
         train_state = ctx.state.train_state
         return int(train_state.step), int(train_state.floating_point_operations_so_far)
 
     def finalize_async_saves(self, state: Any = None, blocking: bool = False, terminate: bool = False) -> None:
         """Raise what failed in the background; with `blocking`, when all saves have ended. `terminate` closes. May be
         called any number of times, also after that."""
+        self._is_terminated = self._is_terminated or terminate
         if self._inner is not None:
-            self._inner.finalize_async_saves(blocking=blocking, terminate=terminate)
+            with self._forgetting_failures():
+                self._inner.finalize_async_saves(blocking=blocking, terminate=terminate)
             if blocking or terminate:
                 self._report_committed()
             else:
-                self._move_tracker()
-        self._is_terminated = self._is_terminated or terminate
+                self._note_ended()
+
+    # Models and optimizers of megatron-core
+
+    def _save_sharded(self, ctx: Any, callbacks: Any, step: int, progress: dict[str, Any]) -> None:
+        if not self._sharded_run().save(step, ctx, progress):
+            return
+        if _rank() == 0:
+            write_tracker(self.checkpoint_config.save, step)
+        _fire(ctx, callbacks)
+
+    def _load_sharded(self, source: _Source, ctx: Any) -> None:
+        from holdfast.integrations.megatron_sharded import Wanted
+
+        run = self._sharded_run()
+        place = os.fspath(self._settings.run or "") if source.place is None else source.place
+        newest = _of_first_rank(lambda: _steps_in(place, source.selector))
+        # As everywhere: only the latest of the training's own run may give way to the one before it.
+        steps = newest if source.place is None else newest[:1]
+        left_out = self._left_out(ctx)
+        is_resumed = not source.weights_alone
+        wanted = Wanted(
+            models=not ctx.skip_load_to_model_and_opt or _loads_in_place(ctx),
+            optimizer=is_resumed and OPTIMIZER not in left_out,
+            scheduler=is_resumed and SCHEDULER not in left_out,
+            rng=is_resumed and TRACKER not in left_out,
+            strict=ctx.strict,
+        )
+        step, progress, has_optimizer = run.load(place, steps, ctx, wanted)
+        if is_resumed:
+            put_train_state(ctx.state.train_state, progress)
+        ctx.state.train_state.step = step if is_resumed else 0
+        if wanted.models:
+            reload_master_weights(ctx.optimizer, is_restored=has_optimizer)
+        if is_resumed:
+            update_microbatches(ctx.state.train_state.consumed_train_samples)
+
+    def _sharded_run(self) -> Any:
+        if self._sharded is None:
+            from holdfast.integrations.megatron_sharded import ShardedRun
+
+            self._sharded = ShardedRun(self._settings, self.checkpoint_config)
+        return self._sharded
 
     # The objects of a context
 
-    def _opened(self, ctx: Any) -> holdfast.HoldfastManager:
-        """Return the manager of the context's objects, which are known only when something is saved or loaded."""
+    def _require_open(self) -> None:
         if self._is_terminated:
             raise holdfast.ClosedError(
                 "the manager was terminated", advice="save and load before finalize_async_saves(terminate=True)"
             )
+
+    def _opened(self, ctx: Any) -> holdfast.HoldfastManager:
+        """Return the manager of the context's objects, which are known only when something is saved or loaded."""
         if self._inner is None:
             self._state = components_of(ctx, self.checkpoint_config)
             self._inner = holdfast.HoldfastManager(
@@ -178,12 +240,12 @@ class MegatronBridgeManager:
 
     # Loading
 
-    def _source(self, inner: holdfast.HoldfastManager) -> _Source | None:
+    def _source(self) -> _Source | None:
         """Return what to load: of `load`, or else the weights of `pretrained_checkpoint`; None if there is nothing."""
         config = self.checkpoint_config
         step = _value(config, "ckpt_step")
         own = _is_same(config.load, self._settings.run)
-        if config.load is not None and (step is not None or self._has_checkpoint(inner, config.load, own)):
+        if config.load is not None and (step is not None or self._has_checkpoint(config.load, own)):
             place = None if own else os.fspath(config.load)
             return _Source(place, "latest" if step is None else step, bool(config.finetune))
         pretrained = _value(config, "pretrained_checkpoint")
@@ -199,16 +261,15 @@ class MegatronBridgeManager:
             )
         return None
 
-    @staticmethod
-    def _has_checkpoint(inner: holdfast.HoldfastManager, place: str, own: bool) -> bool:
-        if own:
+    def _has_checkpoint(self, place: str, own: bool) -> bool:
+        if own and self._inner is not None:
             # Waits for writers of a training that ended, and is the leader's answer on every rank.
-            return inner.manager.should_load()
-        return bool(_of_first_rank(holdfast.is_restart(place)))
+            return self._inner.manager.should_load()
+        return bool(_of_first_rank(lambda: holdfast.is_restart(place)))
 
     def _resume(self, inner: holdfast.HoldfastManager, source: _Source, ctx: Any) -> None:
         context = holdfast.LoadContext(source=source.place, selector=source.selector)
-        stored = _of_first_rank(_components_in(context.where, self._settings.run))
+        stored = _of_first_rank(lambda: _components_in(context.where, self._settings.run))
         skipped = self._left_out(ctx)
         alone = [name for name in (OPTIMIZER, SCHEDULER, "rng", TRACKER) if name in stored and name not in self._live]
         strategy = holdfast.LoadStrategy(
@@ -282,43 +343,51 @@ class MegatronBridgeManager:
     # After the commit
 
     def _report_committed(self) -> None:
-        """Call back for the saves that have ended. Only where all ranks are at the same place: a callback may be one
-        that needs all of them."""
-        self._move_tracker()
+        """Call back for the saves that were committed. Only where all ranks are at the same place: a callback may be
+        one that needs all of them."""
+        self._note_ended()
+        while self._committed:
+            tracked = self._committed.pop(0)
+            _fire(tracked.context, tracked.callbacks)
+
+    def _note_ended(self) -> None:
+        """Note which saves were committed, and let the file by which Bridge finds a run name the last of them."""
         while self._tracked and self._tracked[0].handle.done():
             tracked = self._tracked.pop(0)
+            tracked.handle.wait()  # raises if it failed, and so nothing takes it for committed
             if not tracked.handle.skipped:
-                tracked.fire()
+                self._committed.append(tracked)
+            if _rank() == 0:
+                write_tracker(self.checkpoint_config.save, tracked.step)
 
-    def _move_tracker(self) -> None:
-        """Let the file by which Bridge finds a run name the last committed iteration."""
-        steps = [one.step for one in self._tracked if one.handle.done()]
-        if steps and _rank() == 0:
-            write_tracker(self.checkpoint_config.save, steps[-1])
+    @contextmanager
+    def _forgetting_failures(self) -> Iterator[None]:
+        """Forget the saves that have ended if an error is raised: it is that of one of them, and is raised once."""
+        try:
+            yield
+        except BaseException:
+            self._tracked = [one for one in self._tracked if not one.handle.done()]
+            raise
 
 
 @dataclass(frozen=True, slots=True)
 class _Tracked:
-    """A save that is under way, or was just committed."""
+    """A save that is under way, or was just committed, and for whom to call back."""
 
     step: int
     handle: holdfast.SaveHandle
     context: Any
     callbacks: Any
 
-    def fire(self) -> None:
-        """Call the functions that Bridge's callback manager has for a checkpoint that was saved."""
-        if self.callbacks is None or not self.callbacks.has_callbacks(_EVENT):
-            return
-        from importlib import import_module
 
-        made = import_module(_CALLBACKS).CallbackContext(
-            state=self.context.state,
-            model=self.context.model,
-            user_state=self.callbacks.user_state,
-            optimizer=self.context.optimizer,
-        )
-        self.callbacks.fire(_EVENT, made)
+def _fire(ctx: Any, callbacks: Any) -> None:
+    """Call the functions that Bridge's callback manager has for a checkpoint that was saved."""
+    if callbacks is None or not callbacks.has_callbacks(_EVENT):
+        return
+    made = import_module(_CALLBACKS).CallbackContext(
+        state=ctx.state, model=ctx.model, user_state=callbacks.user_state, optimizer=ctx.optimizer
+    )
+    callbacks.fire(_EVENT, made)
 
 
 # The config
@@ -378,6 +447,15 @@ def _components_in(where: Any, run: Any) -> list[str]:
     return [] if found is None else [tree.name.partition("@")[0] for tree in found.manifest.trees]
 
 
+def _steps_in(place: str, selector: str | int) -> list[int]:
+    """Return the steps to try, the newest first."""
+    meant = holdfast.resolve(place, selector).step
+    if selector != "latest":
+        return [meant]
+    steps = [found.step for found in holdfast.checkpoints(place)]
+    return list(dict.fromkeys([meant, *steps]))
+
+
 # Ranks
 
 
@@ -387,12 +465,21 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def _of_first_rank(value: Any) -> Any:
-    """Return what rank 0 found, on every rank: a commit between the looks of two ranks must not part them."""
+def _of_first_rank(look: Callable[[], Any]) -> Any:
+    """Return what rank 0 found, or raise its error, on every rank: a commit between the looks of two ranks must not
+    part them."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return value
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
+        return look()
+    answers: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            answers = [(look(), None)]
+        except holdfast.HoldfastError as error:
+            answers = [(None, error)]
+    dist.broadcast_object_list(answers, src=0)
+    value, failure = answers[0]
+    if failure is not None:
+        raise failure
+    return value

@@ -15,8 +15,13 @@ __all__ = [
     "OPTIMIZER",
     "SCHEDULER",
     "TRACKER",
+    "Generators",
     "components_of",
+    "is_optimizer",
+    "is_sharded",
+    "layout_of",
     "models_in",
+    "models_of",
     "plain_config",
     "put_train_state",
     "reload_master_weights",
@@ -45,24 +50,33 @@ _COUNTERS = (
 # Components
 
 
-def components_of(ctx: Any, config: Any) -> dict[str, Any]:
-    """Return the objects of a context by name: `model`, or `model0`, `model1` ... for several chunks, `optimizer`,
-    `opt_param_scheduler`, and the generators of tensor parallel regions where megatron-core is in use."""
-    _check_layout(ctx)
+def models_of(ctx: Any) -> dict[str, Any]:
+    """Return the model chunks by name, without Megatron's own wrappers: `model`, or `model0`, `model1` ..."""
     chunks = list(ctx.model) if isinstance(ctx.model, list | tuple) else [ctx.model]
     if not chunks:
         raise holdfast.UsageError("the context has no model", advice="give the list of model chunks")
     models = _unwrapped(chunks)
     names = ["model"] if len(models) == 1 else [f"model{index}" for index in range(len(models))]
-    state: dict[str, Any] = dict(zip(names, models, strict=True))
+    return dict(zip(names, models, strict=True))
+
+
+def components_of(ctx: Any, config: Any) -> dict[str, Any]:
+    """Return the objects of a context by name: the models, `optimizer`, `opt_param_scheduler`, and the generators of
+    tensor parallel regions where megatron-core is in use."""
+    state = models_of(ctx)
     if getattr(config, "save_optim", True):
-        if ctx.optimizer is not None and not getattr(ctx.optimizer, "is_stub_optimizer", False):
+        if is_optimizer(ctx.optimizer):
             state[OPTIMIZER] = ctx.optimizer
         if ctx.opt_param_scheduler is not None:
             state[SCHEDULER] = ctx.opt_param_scheduler
     if getattr(config, "save_rng", True) and _RANDOM in sys.modules:
-        state[TRACKER] = holdfast.PerRank(_Generators())
+        state[TRACKER] = holdfast.PerRank(Generators())
     return state
+
+
+def is_optimizer(optimizer: Any) -> bool:
+    """Return whether a rank has an optimizer with state. Megatron gives one without any to ranks that train nothing."""
+    return optimizer is not None and not getattr(optimizer, "is_stub_optimizer", False)
 
 
 def models_in(state: Mapping[str, Any]) -> list[str]:
@@ -77,33 +91,56 @@ def _unwrapped(chunks: list[Any]) -> list[Any]:
     return found
 
 
-def _check_layout(ctx: Any) -> None:
-    """Refuse layouts in which a rank's own objects are not the whole state, before anything is stored."""
+# Layouts
+
+
+def is_sharded(ctx: Any) -> bool:
+    """Return whether the objects lay their state out themselves, as those of megatron-core do on any number of ranks.
+    Refuses state that is cut over ranks and objects that do not say how, and what nothing here can store."""
+    cfg = ctx.state.cfg
     if getattr(ctx, "module_name", None) is not None:
         raise holdfast.UsageError(
             f"module_name={ctx.module_name!r} asks for one part of a model of several modules",
             advice="a checkpoint here is one of the whole training; use Megatron-Bridge's own manager for such a model",
         )
-    model = getattr(ctx.state.cfg, "model", None)
-    cut = {name: getattr(model, name, 1) or 1 for name in _CUTS}
-    cut = {name: size for name, size in cut.items() if size > 1}
-    distributed = getattr(getattr(ctx.state.cfg, "optimizer", None), "use_distributed_optimizer", False)
-    sharded = getattr(getattr(ctx.state.cfg, "ddp", None), "use_megatron_fsdp", False)
-    if cut or distributed or sharded:
-        what = [f"{name}={size}" for name, size in cut.items()]
-        what += ["use_distributed_optimizer"] if distributed else []
-        what += ["use_megatron_fsdp"] if sharded else []
+    for part, name in _REFUSED:
+        if getattr(getattr(cfg, part, None), name, None):
+            raise holdfast.UsageError(
+                f"{name} is set, and such a state is not laid out as it is stored",
+                advice="use Megatron-Bridge's own manager for this training",
+            )
+    objects = [*models_of(ctx).values(), *([ctx.optimizer] if is_optimizer(ctx.optimizer) else [])]
+    plain = [one for one in objects if not callable(getattr(one, "sharded_state_dict", None))]
+    cut = [name for name, size in layout_of(ctx).items() if size > 1 and name in _CUTS]
+    if getattr(getattr(cfg, "optimizer", None), "use_distributed_optimizer", False):
+        cut.append("use_distributed_optimizer")
+    if cut and plain:
         raise holdfast.UsageError(
-            f"the training cuts its state over ranks ({', '.join(what)}), and MegatronBridgeManager stores what data "
-            "parallel ranks share",
-            advice="save it through megatron-core with holdfast.integrations.megatron.HoldfastSaveStrategy",
+            f"the training cuts its state over ranks ({', '.join(cut)}), and {type(plain[0]).__name__} has no "
+            "sharded_state_dict()",
+            advice="use models and optimizers of megatron-core, which know how they are cut",
         )
+    return not plain
+
+
+def layout_of(ctx: Any) -> dict[str, int]:
+    """Return over how many ranks the config cuts what."""
+    model = getattr(ctx.state.cfg, "model", None)
+    return {
+        **{name: int(getattr(model, name, 1) or 1) for name in _CUTS},
+        "ranks": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
+    }
 
 
 _CUTS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+_REFUSED = (
+    ("ddp", "use_megatron_fsdp"),
+    ("model", "moe_mlp_glu_interleave_size"),
+    ("model", "moe_shared_expert_glu_interleave_size"),
+)
 
 
-class _Generators:
+class Generators:
     """The states of the generators that megatron-core keeps for tensor parallel regions and for experts."""
 
     def state_dict(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import argparse
 import dataclasses
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from enum import Enum
 from functools import partial
 from typing import Any, TypeVar, get_args
@@ -48,6 +48,7 @@ __all__ = [
     "checked_components",
     "checked_links",
     "checked_observers",
+    "checked_part",
     "encoded",
     "encoded_config",
     "encoded_metrics",
@@ -74,6 +75,28 @@ def check_epoch(epoch: object) -> int | None:
     if epoch is not None and (number is None or number < 0):
         raise UsageError(f"epoch={epoch!r:.40}", advice="give the number of epochs that are done, an int from 0 on")
     return number
+
+
+def checked_part(components: object, *, resave: bool) -> tuple[str, ...]:
+    """Return the names of the components that a save stores anew. Whether they are there is checked on all ranks."""
+    if isinstance(components, str) or not isinstance(components, Sequence | Set):
+        raise UsageError(
+            f"components={components!r:.100}", advice='give the names of components, such as components=("evaluation",)'
+        )
+    names = tuple(components)
+    if not names:
+        raise UsageError(
+            "components= names no component", advice="name those to store anew, or leave it out to save all of them"
+        )
+    wrong = [name for name in names if not isinstance(name, str)]
+    if wrong:
+        raise UsageError(f"components= has {wrong[0]!r:.100}, which is no name", advice="give the names as texts")
+    if resave is not True:
+        raise UsageError(
+            "components= is given without resave=True",
+            advice="a first save of a step has all components; pass resave=True to store some of them anew",
+        )
+    return tuple(dict.fromkeys(names))
 
 
 def plain_step(step: Any) -> Any:

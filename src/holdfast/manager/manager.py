@@ -209,6 +209,7 @@ class CheckpointManager(Closable):
         epoch: int | None = None,
         assets: AssetsArgument | None = None,
         resave: bool = False,
+        components: Sequence[str] | None = None,
         wait: bool = False,
     ) -> SaveHandle:
         """Save the state after `step` was done. A step that this line of the run has committed is not written again;
@@ -222,6 +223,11 @@ class CheckpointManager(Closable):
         `assets` are files of this one checkpoint, beside those of the manager: a list of paths of files and folders,
         or a mapping of names to paths or bytes. Rank 0's are stored, as they are in this call: it reads them all, into
         the memory of the staged state in the asynchronous modes, so what is written to a file later does not count.
+
+        `components`, with `resave`, names those to store anew: the new checkpoint takes the rest over from the one of
+        this step that was saved or restored last, whatever the live state of the others is by now. It is written
+        before the call returns, and costs about as many bytes as these components have. What of metrics, progress,
+        extra, guards and epoch is not given is that checkpoint's; its tags are not taken over.
         """
         self._lifetime.require_open()
         given = SaveArguments(
@@ -233,6 +239,7 @@ class CheckpointManager(Closable):
             epoch=epoch,
             assets=assets,
             resave=resave,
+            components=components,
         )
         handle = self._saves.save(step, given)
         if wait:

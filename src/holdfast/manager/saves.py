@@ -6,7 +6,7 @@ Knows what a manager stores with every checkpoint; the save itself is the saver'
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from holdfast.manager.annotating import Annotator
 from holdfast.manager.arguments import (
     check_epoch,
     checked_links,
+    checked_part,
     encoded,
     encoded_config,
     encoded_metrics,
@@ -68,6 +69,7 @@ class SaveArguments:
     epoch: int | None = None
     assets: AssetsArgument | None = None
     resave: bool = False
+    components: Sequence[str] | None = None
 
 
 class Saves:
@@ -82,6 +84,8 @@ class Saves:
     def save(self, step: int, given: SaveArguments) -> SaveHandle:
         """Save on all ranks. A step that the line of the run has is not written; its checkpoint is annotated."""
         step = plain_step(step)
+        if given.components is not None:
+            return self._save_part(step, given)
         self._warn_of_new_line()
         pending = self._run.saver.save(step, lambda: self._request(step, given))
         self._run.pace.note_save()
@@ -97,6 +101,14 @@ class Saves:
                 "resave=True stores them, in a later checkpoint of the step",
                 step,
             )
+        return SaveHandle(pending, self._run.catalog)
+
+    def _save_part(self, step: int, given: SaveArguments) -> SaveHandle:
+        """Save some components anew, as a later checkpoint of the step."""
+        # In one order: that of a set is another one in each process.
+        listed = sorted(map(repr, given.components)) if isinstance(given.components, Iterable) else ()
+        names = f"components {', '.join(listed)}"
+        pending = self._run.saver.save_part(step, names, lambda: self._part_request(step, given))
         return SaveHandle(pending, self._run.catalog)
 
     def _warn_of_new_line(self) -> None:
@@ -139,26 +151,48 @@ class Saves:
     def _request(self, step: int, given: SaveArguments) -> SaveRequest:
         self._run.deferred_rng.require_set()
         self._run.reports.settle()
+        epoch = check_epoch(given.epoch) if given.epoch is not None else self._run.pace.epoch
         names = tuple(named_assets(given.assets))
         return SaveRequest(
             step=check_step(step),
             components=self._run.components.live,
             pipeline_stage=self._run.components.pipeline_stage,
-            metadata=UserMetadata(
-                metrics=encoded_metrics(given.metrics),
-                progress=encoded("progress", given.progress),
-                extra=encoded("extra", given.extra),
-                config=self._stored.config,
-                guards={**encoded("guards", given.guards), **self._run.components.carried_guards()},
-                tags=() if given.tag is None else (check_tag(given.tag),),
-                epoch=check_epoch(given.epoch) if given.epoch is not None else self._run.pace.epoch,
-                ranking=self._stored.ranking,
-            ),
+            metadata=self._metadata(given, epoch, self._run.components.carried_guards()),
             assets=self._assets(given),
             asset_names=names,
             links=self._stored.links is not False,
             resave=given.resave,
             carried=self._run.components.carried(),
+        )
+
+    def _part_request(self, step: int, given: SaveArguments) -> SaveRequest:
+        """Return the request for the components that the caller names. What is not given anew is the parent's: its
+        assets, its epoch, and the guards of what is carried on."""
+        names = checked_part(given.components, resave=given.resave)
+        asset_names = tuple(named_assets(given.assets))
+        self._run.reports.settle()
+        return SaveRequest(
+            step=check_step(step),
+            components=self._run.components.live,
+            pipeline_stage=self._run.components.pipeline_stage,
+            metadata=self._metadata(given, check_epoch(given.epoch), {}),
+            assets={name: content for name, content in self._assets(given).items() if name in asset_names},
+            asset_names=asset_names,
+            links=self._stored.links is not False,
+            resave=True,
+            only=names,
+        )
+
+    def _metadata(self, given: SaveArguments, epoch: int | None, guards: Mapping[str, Any]) -> UserMetadata:
+        return UserMetadata(
+            metrics=encoded_metrics(given.metrics),
+            progress=encoded("progress", given.progress),
+            extra=encoded("extra", given.extra),
+            config=self._stored.config,
+            guards={**encoded("guards", given.guards), **guards},
+            tags=() if given.tag is None else (check_tag(given.tag),),
+            epoch=epoch,
+            ranking=self._stored.ranking,
         )
 
     def _assets(self, given: SaveArguments) -> Mapping[str, Path | bytes]:

@@ -28,6 +28,7 @@ MAX_NAME_CHARACTERS = 1024
 _MAX_PART_BYTES = 255
 
 _FOLDER = re.compile(r"step-([0-9]{9,19})(?:\.([1-9][0-9]{0,8}))?", re.ASCII)
+_PART = re.compile(r"(?:rank-[0-9]{5,}|shared)(?:\.([0-9]{1,18}))?\.(?:json|safetensors)", re.ASCII)
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f\\]")
 
 
@@ -124,8 +125,19 @@ def receipt_file(rank: int) -> str:
     return f"rank-{rank:05d}.receipt.json"
 
 
-def values_file(rank: int) -> str:
-    return f"rank-{rank:05d}.json"
+def values_file(rank: int, part: int = 0) -> str:
+    return f"rank-{rank:05d}.json" if part == 0 else f"rank-{rank:05d}.{part}.json"
+
+
+def shared_values(part: int = 0) -> str:
+    """Return the name of the file of values that belong to no rank."""
+    return SHARED_VALUES if part == 0 else f"shared.{part}.json"
+
+
+def next_part(names: Iterable[str]) -> int:
+    """Return the lowest part from which on no file of tensors or values has one of these names."""
+    matches = (_PART.fullmatch(name) for name in names)
+    return max((int(match[1] or 0) + 1 for match in matches if match is not None), default=0)
 
 
 def rank_scope(index: int) -> str:

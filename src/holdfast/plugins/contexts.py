@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from holdfast.errors import UsageError
 from holdfast.loading.strategy import OPTIMIZERS, LoadStrategy
-from holdfast.manager.arguments import check_metrics
+from holdfast.manager.arguments import check_metrics, checked_part
 from holdfast.manager.assets import named_assets
 from holdfast.manager.saves import SaveArguments
 from holdfast.ondisk.paths import check_component_name, check_step
@@ -27,7 +27,7 @@ class SaveContext(SaveArguments):
 
     state: the components by name; None stands for those that the manager was built with.
     epoch: for policies that count epochs. What should come back with a resume belongs into `progress`.
-    metrics, progress, extra, guards, tag, assets, resave, wait: as for `CheckpointManager.save`.
+    metrics, progress, extra, guards, tag, assets, resave, components, wait: as for `CheckpointManager.save`.
     """
 
     step: int
@@ -49,6 +49,8 @@ class SaveContext(SaveArguments):
         for name in ("resave", "wait"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{name}={getattr(self, name)!r:.100}", advice="use True or False")
+        if self.components is not None:
+            checked_part(self.components, resave=self.resave)
 
     @property
     def arguments(self) -> dict[str, Any]:

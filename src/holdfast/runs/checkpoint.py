@@ -213,6 +213,11 @@ def first_unreadable(found: Sequence[tuple[str, StorageError]]) -> HoldfastError
     return error.changed(problem=f"{error.problem} (and {len(found) - 1} more folders)")
 
 
+def encoded_metrics(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the metrics of the save and those that were reported later, as the manifest stores them."""
+    return {**checkpoint.head.metrics, **sum_up(checkpoint.notes, ()).metrics}
+
+
 def numbers_of(values: Mapping[str, Any]) -> Mapping[str, int | float]:
     """Return those of these values that are numbers."""
     return MappingProxyType({name: value for name, value in values.items() if isinstance(value, int | float)})

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -325,6 +325,7 @@ def records_of(
     newest = next((found for found in scan.checkpoints if not found.damage), None)
     line = {found.folder for found in ancestry(newest.digest, scan.checkpoints)} if newest is not None else set()
     start = start_of(newest) if own_line and newest is not None else None
+    replaced = _replaced(found for found in scan.checkpoints if found.folder in line and not found.damage)
     return [
         Record(
             folder=found.folder,
@@ -336,9 +337,21 @@ def records_of(
             on_line=found.folder in line,
             shield=_shield(found, reading, in_use) or _shield_of_line(found, line, start),
             counts=not found.damage,
+            replaced=found.folder in replaced,
         )
         for found in scan.checkpoints
     ]
+
+
+def _replaced(line: Iterable[Checkpoint]) -> set[str]:
+    """Return the folders of those of a line, the latest first, after which there is a later one of the same step."""
+    seen: set[int] = set()
+    folders = set()
+    for checkpoint in line:
+        if checkpoint.step in seen:
+            folders.add(checkpoint.folder)
+        seen.add(checkpoint.step)
+    return folders
 
 
 def _shield(checkpoint: Checkpoint, reading: Set[str], in_use: Set[str | None]) -> str:

@@ -102,6 +102,7 @@ class Record(NamedTuple):
     on_line: it is in the lineage of the newest checkpoint; after a rollback, those of the abandoned part are not.
     shield: why it may not be deleted whatever the policy chooses, such as "being read"; empty when nothing shields it.
     counts: whether it may take a place in a policy; a damaged one may not.
+    replaced: a later checkpoint of the same step, on the same line, takes its place in a policy.
     """
 
     folder: str
@@ -113,6 +114,7 @@ class Record(NamedTuple):
     on_line: bool = True
     shield: str = ""
     counts: bool = True
+    replaced: bool = False
 
 
 class KeepPolicy(ABC):
@@ -187,8 +189,12 @@ class KeepBest(KeepPolicy):
 
     def choose(self, records: Sequence[Record]) -> dict[str, str]:
         ranked, nans, unknown = [], [], []
+        # A later checkpoint of the step that was saved without the metric does not take the place of one that has it.
+        known = {record.step for record in _on_line(records) if isinstance(record.metrics.get(self.metric), NUMBER)}
         for record in newest_first(record for record in records if record.counts):
             value = record.metrics.get(self.metric)
+            if record.replaced and (record.step in known or not isinstance(value, NUMBER)):
+                continue
             if not isinstance(value, NUMBER):
                 unknown.append(record)
             elif value != value:
@@ -267,7 +273,7 @@ class KeepAny(KeepPolicy):
 
 
 def _on_line(records: Sequence[Record]) -> list[Record]:
-    return [record for record in records if record.on_line and record.counts]
+    return [record for record in records if record.on_line and record.counts and not record.replaced]
 
 
 def _first_of_each(records: Sequence[Record], steps: int) -> dict[str, str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -93,13 +93,16 @@ class Capturer:
         size: int,
         pipeline_stage: int | None,
         carried: Sequence[CarriedTree] = (),
+        only: Collection[str] | None = None,
     ) -> Capture:
-        """Capture the components, and, after them, what is `carried` on from an earlier checkpoint."""
+        """Capture the components, and, after them, what is `carried` on from an earlier checkpoint. With `only`, the
+        others give no more than the names of what optimizers refer to."""
         trees: list[CapturedTree] = []
         parts: list[tuple[PartEntry, ...]] = []
         memory: list[torch.Tensor] = []
         meshes: set[MeshRecord] = set()
-        for index, (name, component) in enumerate(random_state_last(components)):
+        chosen = {name: one for name, one in components.items() if only is None or name in only}
+        for index, (name, component) in enumerate(random_state_last(chosen)):
             scope = scope_of(component, rank=rank, size=size, pipeline_stage=pipeline_stage)
             tree, known = self._take(index, name, component, components, scope)
             trees.append(tree)
@@ -117,7 +120,7 @@ class Capturer:
         digests = tuple(_digest(tree, text) if size > 1 else "" for tree, text in zip(trees, texts, strict=True))
         ordered = tuple(sorted(meshes))
         structure = self._digest_structure(trees, parts, ordered)
-        frozen = take_frozen(components)
+        frozen = take_frozen(chosen)
         return Capture(
             trees, texts, digests, self._every_part, ordered, frozen, memory, structure, tuple(self._mesh_ranks)
         )

@@ -12,7 +12,7 @@ import threading
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from msgspec.structs import replace
@@ -28,7 +28,7 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.ondisk import paths
-from holdfast.ondisk.manifest import MeshRecord, TensorRecord, TreeRecord
+from holdfast.ondisk.manifest import MeshRecord
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.events import Event, Observer
@@ -52,6 +52,17 @@ __all__ = ["Coordinator"]
 _ROOM_FOR_RECORDS_BYTES = 1 << 20
 _ROOM_FOR_HEADERS_BYTES = 16 << 20
 _SHOWN_RANKS = 8
+
+
+class GivenArguments(Protocol):
+    """What a rank tells of the arguments of a save: digests in the order of `COMPARED_ARGUMENTS`, and the names of its
+    assets."""
+
+    @property
+    def argument_digests(self) -> tuple[str, ...]: ...
+
+    @property
+    def asset_names(self) -> tuple[str, ...]: ...
 
 
 class Coordinator:
@@ -101,7 +112,7 @@ class Coordinator:
         """Decide whether there is anything to write, and whether the plan of the last save holds."""
         if all(summary.unreported for summary in summaries):
             return SavePlan(unreported=True)
-        self._compare_arguments(summaries)
+        self.compare_arguments(summaries)
         if self._lease is not None:
             # First of all: what is committed now may be another writer's.
             self.hold_run()
@@ -118,19 +129,19 @@ class Coordinator:
             return SavePlan()
         return self._start(request, ())
 
-    def _compare_arguments(self, summaries: Sequence[StateSummary]) -> None:
+    def compare_arguments(self, given: Sequence[GivenArguments]) -> None:
         """Warn, once, of arguments that another rank gave and that are not stored, because rank 0's are."""
-        first = summaries[0]
+        first = given[0]
         if all(
-            summary.argument_digests == first.argument_digests and summary.asset_names == first.asset_names
-            for summary in summaries
+            of_rank.argument_digests == first.argument_digests and of_rank.asset_names == first.asset_names
+            for of_rank in given
         ):
             return
         texts = []
-        for rank, summary in enumerate(summaries):
-            pairs = zip(COMPARED_ARGUMENTS, summary.argument_digests, first.argument_digests, strict=True)
+        for rank, of_rank in enumerate(given):
+            pairs = zip(COMPARED_ARGUMENTS, of_rank.argument_digests, first.argument_digests, strict=True)
             lost = {name: own for name, given, own in pairs if given and given != own}
-            if summary.asset_names and summary.asset_names != first.asset_names:
+            if of_rank.asset_names and of_rank.asset_names != first.asset_names:
                 lost["assets"] = ", ".join(first.asset_names)
             if lost.get("tag") == "":
                 raise UsageError(
@@ -165,23 +176,7 @@ class Coordinator:
         self._number += 1
         self._structures = [summary.structure for summary in self._summaries]
         self._pattern = _pattern(self._summaries)
-        self.listing = Listing(
-            tuple(
-                TensorRecord(name=leaf.name, dtype=leaf.dtype, shape=leaf.shape, chunks=(), sharded=leaf.sharded)
-                for leaf in planned.leaves
-            ),
-            tuple(
-                TreeRecord(
-                    component=tree.component,
-                    kind=tree.kind,
-                    file=tree.file,
-                    scope=tree.scope,
-                    type=tree.type,
-                    model=tree.model,
-                )
-                for tree in planned.trees
-            ),
-        )
+        self.listing = Listing.of(planned)
         if self._monitor.knows(planned.replicas, self._summaries):
             return self._start(request, planned.assignments)
         self._monitor.begin(planned.replicas, planned.compared)
@@ -296,15 +291,47 @@ class Coordinator:
             and _pattern(summaries) == self._pattern
         )
 
-    def _start(self, request: SaveRequest, assignments: tuple[WriteAssignment, ...]) -> SavePlan:
-        self._check_room()
+    def parent_of_part(self, request: SaveRequest) -> Checkpoint:
+        """Return the checkpoint from which a save of some components takes over the rest: the one that this training
+        saved or restored last, which must be of the same step."""
+        if self._lease is not None:
+            self.hold_run()
+        self._committed.follow(request.ancestry.parent)
+        found = self._read_committed(request)
+        if found is None:
+            raise UsageError(
+                "components= stores a part of the state anew, and this training has neither saved nor restored a "
+                f"checkpoint of step {request.step}",
+                run=self._catalog.storage.url,
+                advice="save the whole state of the step first: save(step)",
+            )
+        if found.digest != request.ancestry.parent:
+            raise UsageError(
+                f"components= stores a part of the state anew, and step {request.step} is not the last that this "
+                "training saved or restored: `latest` would lead back to it",
+                run=self._catalog.storage.url,
+                advice="pass the step of the last checkpoint, or save the whole state with resave=True alone",
+            )
+        return self._catalog.annotated(found)
+
+    def claim_folder(self, step: int, needed_bytes: int) -> tuple[str, str]:
+        """Create the folder of a save that is written in the call; return its name and its claim."""
+        self._check_room(needed_bytes)
         self.hold_run()
+        open_run(self._catalog)
+        # Names that are given without a look at the run are counted anew after this one.
+        self._attempts = None
+        first = self._first_attempt(step)
+        return self._catalog.attempts.claim(step, self._size, lease=self.lease, first=first)
+
+    def _start(self, request: SaveRequest, assignments: tuple[WriteAssignment, ...]) -> SavePlan:
+        needed_bytes = sum(self._plan.sizes)
         streamed = not self._claims and self._must_stream()
         if self._claims or streamed:
-            open_run(self._catalog)
-            first = self._first_attempt(request.step)
-            folder, claim = self._catalog.attempts.claim(request.step, self._size, lease=self.lease, first=first)
+            folder, claim = self.claim_folder(request.step, needed_bytes)
         else:
+            self._check_room(needed_bytes)
+            self.hold_run()
             folder, claim = self._name(request.step), uuid.uuid4().hex
         self._monitor.round += 1
         return SavePlan(
@@ -353,9 +380,9 @@ class Coordinator:
                 return True
         return False
 
-    def _check_room(self) -> None:
+    def _check_room(self, needed_bytes: int) -> None:
         free = self._catalog.storage.free_bytes()
-        needed = sum(self._plan.sizes) + _ROOM_FOR_RECORDS_BYTES
+        needed = needed_bytes + _ROOM_FOR_RECORDS_BYTES
         if free is not None and free < needed:
             raise StorageError(
                 f"the checkpoint needs {needed / 2**20:,.1f} MiB and {free / 2**20:,.1f} MiB are free",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.ondisk.manifest import MeshRecord, TensorRecord, TreeRecord, UserMetadata
+from holdfast.saving.plan import GlobalPlan
 from holdfast.saving.training_lineage import Ancestry
 
 
@@ -29,3 +30,23 @@ class Listing(msgspec.Struct, frozen=True):
 
     leaves: tuple[TensorRecord, ...]
     trees: tuple[TreeRecord, ...]
+
+    @classmethod
+    def of(cls, planned: GlobalPlan, *, first_part: int = 0) -> Listing:
+        """Return what the manifest lists of a plan, in a save whose files have names from this part on."""
+        leaves = tuple(
+            TensorRecord(name=leaf.name, dtype=leaf.dtype, shape=leaf.shape, chunks=(), sharded=leaf.sharded)
+            for leaf in planned.leaves
+        )
+        trees = tuple(
+            TreeRecord(
+                component=tree.component,
+                kind=tree.kind,
+                file=tree.file_in(first_part),
+                scope=tree.scope,
+                type=tree.type,
+                model=tree.model,
+            )
+            for tree in planned.trees
+        )
+        return cls(leaves, trees)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from holdfast.ondisk.files import Pieces, PlainFile, TensorFile
 from holdfast.ondisk.regions import whole
 from holdfast.ondisk.safetensors import Frame, FramedChunk, frame
 from holdfast.saving.capture import Capture
-from holdfast.saving.messages import Inventory, WriteAssignment
+from holdfast.saving.messages import Inventory, TreeEntry, WriteAssignment
 from holdfast.saving.plan import TreePlan
 from holdfast.state.tensors import source_of
 
@@ -26,6 +27,8 @@ MAX_FILE_BYTES = 4 << 30
 # A header may have 100 MB, by safetensors' own rule; names of leaves have at most 1024 characters and are stored twice.
 MAX_FILE_CHUNKS = 40_000
 _ASSET_READ_BYTES = 32 << 20
+# Nearly every training has these, with a few kilobytes each: a file more for them would slow every save down.
+_BESIDE_WEIGHTS = frozenset({"RNGState", "StatefulDataLoader"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,24 +40,34 @@ class FileLayout:
     parts: tuple[int, ...]
 
 
-def lay_out(inventory: Inventory, assignment: WriteAssignment, *, rank: int) -> list[FileLayout]:
-    """Return the tensor files that this rank writes. They are the same as long as the structure of the state is."""
+def lay_out(inventory: Inventory, assignment: WriteAssignment, *, rank: int, first_part: int = 0) -> list[FileLayout]:
+    """Return the tensor files that this rank writes. They are the same as long as the structure of the state is.
+
+    Tensors of components with values of their own, such as the state of an evaluation, are in a file of their own: a
+    later checkpoint that stores such a component anew can then take the file of the weights over as it is.
+    """
     names = [
         paths.tree_name(tree.component, scope) for tree, scope in zip(inventory.trees, assignment.scopes, strict=True)
     ]
-    chunks: list[FramedChunk] = []
+    weights: list[FramedChunk] = []
+    others: list[FramedChunk] = []
     parts: dict[str, int] = {}
     for index in assignment.parts:
         part = inventory.parts[index]
         leaf = paths.leaf_name(names[part.tree], part.path)
         box = whole(part.shape) if 0 in part.shape else part.box
+        chunks = others if _has_own_file(inventory.trees[part.tree]) else weights
         chunks.append(FramedChunk.of(leaf, part.dtype, box))
         parts[leaf] = index
     files = []
-    for number, group in enumerate(split(chunks)):
+    for number, group in enumerate(chain(split(weights), split(others)), first_part):
         framed = frame(group)
         files.append(FileLayout(paths.tensor_file(rank, number), framed, tuple(parts[c.leaf] for c in framed.chunks)))
     return files
+
+
+def _has_own_file(tree: TreeEntry) -> bool:
+    return tree.kind == "values" and tree.type not in _BESIDE_WEIGHTS
 
 
 def with_sources(files: Sequence[FileLayout], memory: Sequence[Any]) -> list[TensorFile]:
@@ -62,11 +75,11 @@ def with_sources(files: Sequence[FileLayout], memory: Sequence[Any]) -> list[Ten
     return [TensorFile(file.name, file.frame, [source_of(memory[part]) for part in file.parts]) for file in files]
 
 
-def streamed_files(sources: Mapping[FramedChunk, Pieces], *, rank: int) -> list[TensorFile]:
+def streamed_files(sources: Mapping[FramedChunk, Pieces], *, rank: int, first_part: int = 0) -> list[TensorFile]:
     """Return the tensor files of chunks whose bytes come in pieces, in this order as far as one file cannot hold
     all."""
     files = []
-    for number, group in enumerate(split(list(sources))):
+    for number, group in enumerate(split(list(sources)), first_part):
         framed = frame(group)
         files.append(TensorFile(paths.tensor_file(rank, number), framed, [sources[chunk] for chunk in framed.chunks]))
     return files
@@ -95,16 +108,19 @@ def plain_files(
     rank: int,
     trees: Sequence[TreePlan],
     assets: Mapping[str, Path | bytes],
+    *,
+    first_part: int = 0,
 ) -> list[PlainFile]:
     """Return this rank's files that are no tensor files: values, and on the leader merged values and assets."""
     own: dict[str, dict[str, Any]] = {}
     for index in assignment.trees:
         tree, scope = captured.trees[index], assignment.scopes[index]
-        file = paths.SHARED_VALUES if scope == "" and rank == 0 else paths.values_file(rank)
+        is_shared = scope == "" and rank == 0
+        file = paths.shared_values(first_part) if is_shared else paths.values_file(rank, first_part)
         own.setdefault(file, {})[paths.tree_name(tree.component, scope)] = msgspec.Raw(captured.texts[index])
     for merged in trees if rank == 0 else ():
         if merged.merged is not None:
-            own.setdefault(merged.file, {})[merged.name] = merged.merged
+            own.setdefault(merged.file_in(first_part), {})[merged.name] = merged.merged
     files = [values_file(name, values) for name, values in own.items()]
     return files + asset_files(assets) if rank == 0 else files
 

@@ -27,6 +27,7 @@ from holdfast.saving.completion import Completion
 from holdfast.saving.coordinator import Coordinator
 from holdfast.saving.current import CurrentSave
 from holdfast.saving.outcome import Saved, as_save_error
+from holdfast.saving.part_saver import PartSaver
 from holdfast.saving.pending import PendingSave
 from holdfast.saving.plan import Replicas
 from holdfast.saving.request import SaveRequest
@@ -92,6 +93,7 @@ class Saver:
         self._agreement = Agreement(ranks, self._coordinator, catalog.storage)
         self._completion = Completion(catalog, ranks.rank, self.lineage, self._coordinator)
         self._sync = SyncSaver(catalog, ranks, self._coordinator, self._agreement)
+        self._part = PartSaver(catalog, ranks, self._coordinator, self.lineage, replicas=replicas)
         self._async = AsyncSaver(
             catalog,
             ranks,
@@ -135,6 +137,24 @@ class Saver:
                 self._agreement.require_shared_run(agreed.plan)
                 staged = self._async.stage(agreed, pending)
                 self._async.finish_in_background(staged, pending, owner=self)
+        self._current.latest = pending
+        return pending
+
+    def save_part(self, step: int, names: str, request: Callable[[], SaveRequest]) -> PendingSave:
+        """Save some components anew, on all ranks, and take the rest over from the checkpoint of the same step that was
+        saved or restored last. Returns when it is committed. `names` are the components, as a text."""
+        pending = PendingSave(step, self._ranks.rank, self.events.emit)
+        pending.phases["wait"] = self._current.wait_for_previous(step)
+        with collector_paused(), self._failing(pending):
+            label = f"save of step {step!r:.40}, of {names:.200}"
+            unreported = self._current.unreported_error is not None
+            agreed = self._part.agree(label, request, pending, unreported=unreported)
+        if agreed.plan.unreported:
+            self._current.raise_failure()
+        self._current.log_failure()
+        pending.emit("started")
+        with collector_paused(), self._failing(pending):
+            self._completion.succeed(pending, self._part.save(agreed, pending))
         self._current.latest = pending
         return pending
 

@@ -69,7 +69,12 @@ class TreePlan:
 
     @property
     def file(self) -> str:
-        return paths.SHARED_VALUES if self.scope == "" and self.owner == 0 else paths.values_file(self.owner)
+        return self.file_in(0)
+
+    def file_in(self, part: int) -> str:
+        """Return the file that holds the tree, in a save whose files have names from this part on."""
+        is_shared = self.scope == "" and self.owner == 0
+        return paths.shared_values(part) if is_shared else paths.values_file(self.owner, part)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ class SaveRequest:
 
     assets: the files and folders beside the state, or their bytes, by the name that each has in the checkpoint; of
         rank 0 alone. asset_names: the names of those that the caller of this save gave, on whatever rank.
+    only: the components that are stored anew, where the rest is taken over from the checkpoint before.
     """
 
     step: int
@@ -44,6 +45,7 @@ class SaveRequest:
     resave: bool = False
     carried: Sequence[CarriedTree] = ()
     ancestry: Ancestry = field(default_factory=Ancestry)
+    only: tuple[str, ...] = ()
 
 
 def argument_digests(metadata: UserMetadata) -> tuple[str, ...]:

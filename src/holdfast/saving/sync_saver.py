@@ -3,11 +3,13 @@ outcome leaves."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from holdfast.ondisk import paths
 from holdfast.ranks.base import Ranks, on_leader
 from holdfast.runs.catalog import Catalog
+from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.links import point_latest
 from holdfast.runs.progress import Progress
 from holdfast.saving.agreement import AgreedSave, Agreement
@@ -19,7 +21,7 @@ from holdfast.saving.outcome import Saved, discard_files, is_agreed_error, outco
 from holdfast.saving.pending import PendingSave
 from holdfast.saving.write import write
 
-__all__ = ["SyncSaver"]
+__all__ = ["SyncSaver", "announce", "commit_together", "write_together"]
 
 
 class SyncSaver:
@@ -32,34 +34,14 @@ class SyncSaver:
         self._agreement = agreement
 
     def write(self, agreed: AgreedSave, pending: PendingSave) -> list[Receipt]:
-        """Write on every rank; return all receipts on the leader. If one rank cannot write, nothing can refer to what
-        the others wrote, and all of it is removed."""
-        created: list[str] = []
-        receipts: list[Receipt] = []
-        try:
-            with pending.phase("write"):
-                part = partial(self._write_part, agreed, pending, created)
-                self._ranks.decide("write", part, receipts.extend, sends=Receipt, returns=None)
-        except (Exception, KeyboardInterrupt):
-            # Safe also when only this rank failed: the commit waits for every rank to have passed this agreement.
-            names = [*created, paths.ATTEMPT] if self._ranks.rank == 0 else created
-            discard_files(names, agreed.plan.folder, self._catalog)
-            raise
-        pending.emit("written", size_bytes=pending.size_bytes)
-        return receipts
+        """Write on every rank; return all receipts on the leader."""
+        part = partial(self._write_part, agreed, pending)
+        return write_together(part, agreed.plan.folder, pending, self._catalog, self._ranks)
 
     def commit(self, agreed: AgreedSave, receipts: list[Receipt], pending: PendingSave) -> Saved:
         """Commit on the leader; return the outcome on every rank."""
-        ranks = self._ranks
-        with pending.phase("commit"):
-            try:
-                return on_leader(ranks, "commit", partial(self._commit, agreed, receipts), returns=Saved)
-            except Exception as error:
-                if ranks.size == 1 or is_agreed_error(error):
-                    raise
-                # The leader, or the connection to it, was lost in the very moment of the commit.
-                folder = agreed.plan.folder
-                return outcome_from_storage(error, self._catalog, folder, may_come_later=ranks.rank != 0)
+        work = partial(self._commit, agreed, receipts)
+        return commit_together(work, agreed.plan.folder, pending, self._catalog, self._ranks)
 
     def _write_part(self, agreed: AgreedSave, pending: PendingSave, created: list[str]) -> Receipt:
         plan, rank = agreed.plan, self._ranks.rank
@@ -82,6 +64,44 @@ class SyncSaver:
     def _commit(self, agreed: AgreedSave, receipts: list[Receipt]) -> Saved:
         facts = self._coordinator.facts(agreed.request, agreed.plan.folder)
         checkpoint = commit(facts, self._coordinator.listing, receipts, self._catalog)
-        if facts.links:
-            point_latest(self._catalog.storage, checkpoint.folder)
-        return Saved.of(checkpoint)
+        return announce(checkpoint, self._catalog, links=facts.links)
+
+
+def write_together(
+    part: Callable[[list[str]], Receipt], folder: str, pending: PendingSave, catalog: Catalog, ranks: Ranks
+) -> list[Receipt]:
+    """Call `part` on every rank with a list to which it adds each file that it has created; return all receipts on the
+    leader. If one rank cannot write, nothing can refer to what the others wrote, and all of it is removed."""
+    created: list[str] = []
+    receipts: list[Receipt] = []
+    try:
+        with pending.phase("write"):
+            ranks.decide("write", partial(part, created), receipts.extend, sends=Receipt, returns=None)
+    except (Exception, KeyboardInterrupt):
+        # Safe also when only this rank failed: the commit waits for every rank to have passed this agreement.
+        names = [*created, paths.ATTEMPT] if ranks.rank == 0 else created
+        discard_files(names, folder, catalog)
+        raise
+    pending.emit("written", size_bytes=pending.size_bytes)
+    return receipts
+
+
+def commit_together(
+    work: Callable[[], Saved], folder: str, pending: PendingSave, catalog: Catalog, ranks: Ranks
+) -> Saved:
+    """Do the work, which commits, on the leader; return the outcome on every rank."""
+    with pending.phase("commit"):
+        try:
+            return on_leader(ranks, "commit", work, returns=Saved)
+        except Exception as error:
+            if ranks.size == 1 or is_agreed_error(error):
+                raise
+            # The leader, or the connection to it, was lost in the very moment of the commit.
+            return outcome_from_storage(error, catalog, folder, may_come_later=ranks.rank != 0)
+
+
+def announce(checkpoint: Checkpoint, catalog: Catalog, *, links: bool) -> Saved:
+    """Return the outcome of a commit; `latest` leads to it then, if there are links."""
+    if links:
+        point_latest(catalog.storage, checkpoint.folder)
+    return Saved.of(checkpoint)

@@ -175,6 +175,13 @@ class StorageFeatures:
     links: Links | None = None
     """Its links, such as `latest`."""
 
+    clone: Callable[[str, str], bool] | None = None
+    """Make a new key with the value of another one, without writing its bytes again: `clone(key, new_key)`. The two are
+    independent from then on: to delete one leaves the other as it is. The bytes of the new key are durable when those
+    of the first are, its name after `sync`. Return False, with nothing changed, where the storage refuses it for this
+    key, which is copied then. A `new_key` that exists is a `KeyExistsError`, a `key` that does not a
+    `KeyMissingError`."""
+
     displace: Callable[[str], str] | None = None
     """Rename whatever has the name of a key, also what is no value; return the new key, in the same folder."""
 

@@ -163,11 +163,11 @@ class PowerLossDisk(Disk):
             super().link_unnamed(file, folder, name)
             self.model.name(self.model.file(file), folder, name, path)
 
-    def link(self, folder: int, name: str, new_name: str) -> None:
+    def link(self, folder: int, name: str, new_folder: int, new_name: str) -> None:
         with self.model.lock:
-            path = self.model.begin("link", self.model.folder(folder).path_of(new_name))
-            super().link(folder, name, new_name)
-            self.model.name(self.model.folder(folder).now[name], folder, new_name, path)
+            path = self.model.begin("link", self.model.folder(new_folder).path_of(new_name))
+            super().link(folder, name, new_folder, new_name)
+            self.model.name(self.model.folder(folder).now[name], new_folder, new_name, path)
 
     def rename_exclusive(self, folder: int, name: str, new_name: str) -> None:
         with self.model.lock:

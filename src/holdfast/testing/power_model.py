@@ -82,7 +82,9 @@ class DiskModel:
 
     def name(self, inode: Inode, folder: int, name: str, path: str) -> None:
         self.folder(folder).change({name: inode})
-        self._settle(inode, path)
+        # A file that had a real name before keeps it, with what was synced of its bytes.
+        if inode.path is None or TEMPORARY_PREFIX in inode.path:
+            self._settle(inode, path)
 
     def rename(self, folder: int, name: str, new_name: str, path: str) -> None:
         inode = self.folder(folder).now[name]

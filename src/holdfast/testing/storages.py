@@ -216,8 +216,11 @@ class _Wrapper:
 
     @property
     def features(self) -> StorageFeatures:
-        """Return what does not bypass the wrapper: reads of the inner storage's sources."""
-        return StorageFeatures(aligned_reads=features_of(self.inner).aligned_reads)
+        """Return what does not bypass the wrapper: reads of the inner storage's sources, and its clones."""
+        inner = features_of(self.inner)
+        return StorageFeatures(
+            aligned_reads=inner.aligned_reads, clone=self._clone if inner.clone is not None else None
+        )
 
     def put(self, key: str, data: bytes) -> None:
         self._act(f"put {key}", lambda: self.inner.put(key, data), size_bytes=len(data))
@@ -245,6 +248,10 @@ class _Wrapper:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner!r})"
+
+    def _clone(self, key: str, new_key: str) -> bool:
+        clone = features_of(self.inner).clone
+        return clone is not None and self._act(f"clone {key} to {new_key}", lambda: clone(key, new_key))
 
     def _act(self, operation: str, action: Callable[[], _Result], *, size_bytes: int = 0) -> _Result:
         return action()

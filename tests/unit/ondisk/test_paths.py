@@ -177,3 +177,19 @@ def test_a_component_has_a_plain_name(name: str) -> None:
     else:
         with pytest.raises(UsageError):
             paths.check_component_name(name)
+
+
+@pytest.mark.parametrize(
+    ("names", "part"),
+    [
+        ([], 0),
+        (["assets/rank-00000.7.json", "weights.safetensors", "rank-00000.x.json", "rank-1.9.json"], 0),
+        (["shared.json"], 1),
+        (["rank-00000.safetensors", "rank-00012.3.safetensors", "rank-00001.2.json"], 4),
+        (["shared.9.json", "rank-00000.json"], 10),
+    ],
+)
+def test_the_next_part_is_above_that_of_every_file(names: list[str], part: int) -> None:
+    assert paths.next_part(names) == part
+    new = [paths.tensor_file(0, part), paths.values_file(0, part), paths.shared_values(part)]
+    assert not set(new) & set(names)

@@ -42,6 +42,8 @@ def test_a_save_context_hands_over_what_it_was_given() -> None:
         ({"tag": "a b"}, "a b"),
         ({"wait": 1}, "wait=1"),
         ({"resave": "yes"}, "resave='yes'"),
+        ({"components": ("model",)}, "without resave=True"),
+        ({"components": "model", "resave": True}, "components='model'"),
         ({"progress": {1: 2}}, "progress is a mapping"),
         ({"state": {}}, "state is empty"),
         ({"state": ["model"]}, "state is a mapping"),

@@ -179,6 +179,24 @@ def test_of_two_at_one_step_the_older_stays() -> None:
     assert kept(KeepEvery(steps=100), [record(1, step=100), record(2, step=100)]) == [1]
 
 
+@pytest.mark.parametrize(
+    "policy", [KeepLast(2), KeepBest("loss", 2), KeepEvery(steps=100), KeepEvery(minutes=1)], ids=repr
+)
+def test_what_a_later_one_of_its_step_replaces_takes_no_place(policy: KeepPolicy) -> None:
+    def at(number: int, step: int, *, replaced: bool = False) -> Record:
+        metrics = {"loss": 9.0 - step / 100}
+        return record(number, step=step, metrics=metrics, created_seconds=60.0 * step, replaced=replaced)
+
+    records = [at(1, 100), at(2, 200, replaced=True), at(3, 200, replaced=True), at(4, 200)]
+    assert kept(policy, records) == [1, 4]
+
+
+def test_the_best_keeps_its_place_where_the_later_one_of_its_step_has_no_such_metric() -> None:
+    records = [record(1, step=100, metrics={"loss": 1.0}, replaced=True), record(2, step=100)]
+    assert kept(KeepBest("loss"), records) == [1]
+    assert kept(KeepBest("loss"), [record(1, step=100, replaced=True), record(2, step=100)]) == [2]
+
+
 def test_one_of_every_so_many_minutes_is_counted_from_the_one_before() -> None:
     minutes = [0, 1, 4, 5, 9, 10, 11, 30, 34, 35]
     records = [record(number, created_seconds=60.0 * minute) for number, minute in enumerate(minutes, 1)]

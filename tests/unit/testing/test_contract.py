@@ -320,6 +320,32 @@ class DisplacesByDeleting(_Declaring):
         return {"displace": displace}
 
 
+class ClonesBySymbolicLink(_Declaring):
+    """The clone is gone with the first key."""
+
+    def wrong(self) -> dict[str, Any]:
+        def clone(key: str, new_key: str) -> bool:
+            new = Path(self.url) / new_key
+            new.parent.mkdir(parents=True, exist_ok=True)
+            new.symlink_to(Path(self.url) / key)
+            return True
+
+        return {"clone": clone}
+
+
+class ClonesOverKeys(_Declaring):
+    """The clone takes the place of what was there."""
+
+    @property
+    def features(self) -> StorageFeatures:
+        return replace(LocalStorage(self.url).features, clone=self._over)
+
+    def _over(self, key: str, new_key: str) -> bool:
+        self.delete(new_key)
+        clone = LocalStorage(self.url).features.clone
+        return clone is not None and clone(key, new_key)
+
+
 class IdentityOfOneObject(_Declaring):
     def wrong(self) -> dict[str, Any]:
         return {"identity": lambda: id(self)}
@@ -352,6 +378,8 @@ WRONG_FEATURES = [
     (LinksOfOneObject, "test_a_link_leads_where_it_was_pointed_last"),
     (LinksOfOneObject, "test_a_link_is_no_key_and_replaces_none"),
     (DisplacesByDeleting, "test_what_is_displaced_keeps_its_bytes_and_frees_its_name"),
+    (ClonesBySymbolicLink, "test_a_clone_has_the_value_and_outlives_the_first_key"),
+    (ClonesOverKeys, "test_a_clone_replaces_nothing_and_needs_its_key"),
     (IdentityOfOneObject, "test_its_identity_is_that_of_another_object_on_the_same_place"),
     (UnalignedAlignment, "test_reads_that_are_aligned_and_others_give_the_same_bytes"),
 ]

@@ -267,3 +267,21 @@ def test_a_commit_that_returned_is_lost_when_a_folder_was_not_synced(scratch: Pa
     storage = PowerLossStorage(scratch, ignore_fsync_of=lambda synced: synced == path)
     commit(storage)
     assert found(storage.after_power_loss(0, scratch / "disk"), "step/manifest.json") is None
+
+
+def test_a_clone_keeps_its_synced_bytes_and_has_no_name_before_the_sync(tmp_path: Path) -> None:
+    storage = PowerLossStorage(tmp_path / "scratch")
+    storage.put("first/key", b"value")
+    storage.sync("first")
+    clone = storage.features.clone
+    assert clone is not None
+    assert clone("first/key", "second/key")
+    lost = storage.after_power_loss(0, tmp_path / "lost")
+    assert lost.read("first/key", 10) == b"value"
+    assert lost.entries("second") == []
+    storage.sync("second")
+    storage.delete("first/key")
+    storage.sync("first")
+    for seed in range(8):
+        kept = storage.after_power_loss(seed, tmp_path / f"kept-{seed}")
+        assert kept.read("second/key", 10) == b"value"

@@ -178,7 +178,7 @@ def _rename(folder: int, partial: Path, target: Path) -> None:
             # Of what another process makes in between, only an empty folder would be replaced.
             _DISK.rename(folder, partial.name, target.name)
         else:
-            _DISK.link(folder, partial.name, target.name)
+            _DISK.link(folder, partial.name, folder, target.name)
             _DISK.unlink(folder, partial.name)
 
 

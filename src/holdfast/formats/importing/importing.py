@@ -18,6 +18,7 @@ from typing import Any
 
 from holdfast.errors import KeyMissingError, SaveUncertainError, StorageError, UsageError
 from holdfast.formats.attempt import Attempt, begin, facts_of, finish
+from holdfast.formats.importing.accelerate_folder import is_accelerate_folder, take_accelerate_folder
 from holdfast.formats.importing.lightning import is_lightning, take_lightning
 from holdfast.formats.importing.models import Given, Parameters
 from holdfast.formats.importing.plain import OTHER, Request, take_apart
@@ -64,7 +65,7 @@ def import_checkpoint(
 
     Arguments:
         source: a folder of DCP, a file of `torch.save`, a Lightning `.ckpt`, a checkpoint folder of the `transformers`
-            Trainer, or weights alone.
+            Trainer, a folder of Accelerate's `save_state`, or weights alone.
         run: the run, new or not. The checkpoint continues the latest one.
         step: the last step that the checkpoint has done; the manager goes on with the one after it. It may be left out
             where the source counts the steps that are done, as Lightning and the Trainer do: of `n` steps that are
@@ -93,6 +94,8 @@ def import_checkpoint(
     with ExitStack() as closing:
         if is_trainer_folder(path):
             training = take_trainer_folder(path, request, open_source, closing)
+        elif is_accelerate_folder(path):
+            training = take_accelerate_folder(path, request, open_source, closing)
         else:
             opened = closing.enter_context(open_source(path))
             taken = _take(opened, request)

@@ -160,8 +160,9 @@ class HoldfastCheckpoint(RankedRun, Checkpoint):  # type: ignore[misc]
         loops.install()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        # Strategies that load after the set-up have loaded it by now.
-        _refuse_path(trainer, self.run, self.resume)
+        if self._training is not None:
+            # Strategies that load after the set-up have loaded it by now.
+            _refuse_path(trainer, self.run, self.resume)
         self._last_time_seconds = time.monotonic()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -163,9 +163,10 @@ class DataPosition:
                 " one",
                 batches,
             )
+            noted = self.note_building()
             iter(fetcher)
+            self.note_built(noted)
             fetcher.fetched += batches
-            self.note_built(self.note_building())
             return
         states = _loader_states(pending, loaders)
         self._built, self._first_fetch = pending.get("built", {}), pending.get("first_fetch")
@@ -177,6 +178,8 @@ class DataPosition:
             fetcher.fetched += batches
         else:
             self._skip(fetcher, loaders, pending.get("ahead"))
+            # More are done where an earlier resume had no position, and began the epoch's data anew.
+            fetcher.fetched += batches - self._batches
         _set_states(_generators(loaders), pending.get("generators"))
 
     def _loaders(self) -> list[Any]:

@@ -12,7 +12,7 @@ from transformers.trainer_pt_utils import nested_gather
 
 import holdfast
 
-__all__ = ["KeepTotal", "LaterRNGState", "RunningLoss", "StepsDone", "Triggers"]
+__all__ = ["KeepTotal", "RunningLoss", "StepsDone", "Triggers"]
 
 
 class StepsDone:
@@ -26,27 +26,6 @@ class StepsDone:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Do nothing: the Trainer has its state from trainer_state.json by now."""
-
-
-class LaterRNGState(holdfast.RNGState):
-    """The random state, put back when the Trainer asks for it and not when it is restored."""
-
-    def __init__(self) -> None:
-        self._later: Mapping[str, Any] | None = None
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._later = state
-
-    def load_world_state(self, states: Sequence[Mapping[str, Any]], index: int, count: int) -> None:
-        before = holdfast.get_rng_state()
-        super().load_world_state(states, index, count)
-        self._later = holdfast.get_rng_state()
-        holdfast.set_rng_state(before)
-
-    def take_up(self) -> None:
-        later, self._later = self._later, None
-        if later is not None:
-            holdfast.set_rng_state(later)
 
 
 class RunningLoss:

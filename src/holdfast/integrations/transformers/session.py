@@ -16,7 +16,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 import holdfast
-from holdfast.integrations.transformers.components import KeepTotal, LaterRNGState, RunningLoss, StepsDone
+from holdfast.integrations.transformers.components import KeepTotal, RunningLoss, StepsDone
 from holdfast.integrations.transformers.files import (
     STATE_FILE,
     is_adapter,
@@ -54,7 +54,6 @@ class Session:
         self._trainer = trainer
         self._source: Source | None = None
         self._running_loss = RunningLoss(trainer)
-        self._rng = LaterRNGState()
         self._saved_step: int | None = None
         self._fixed_files: dict[str, bytes] = {}
 
@@ -87,12 +86,13 @@ class Session:
         arguments = self._trainer.args
         # With `auto_find_batch_size` a training begins several times.
         self.close(None)
-        self._rng, self._saved_step = LaterRNGState(), None
+        self._saved_step = None
         components = self._components()
         # A checkpoint that was imported does not have this one, so it is attached after the restore.
         late = {"trainer": components.pop("trainer")} if self._lacks(components, "trainer") else {}
         options = {**self.options, "keep": self._keep()}
-        self.manager = holdfast.CheckpointManager(arguments.output_dir, components, rng=False, **options)
+        rng = not arguments.save_only_model
+        self.manager = holdfast.CheckpointManager(arguments.output_dir, components, rng=rng, **options)
         if self._source is not None:
             self._restore(self._source, self.manager)
         for name, component in late.items():
@@ -108,7 +108,7 @@ class Session:
 
     def take_up_random_state(self) -> None:
         """Put the restored random state back, once."""
-        self._rng.take_up()
+        self._open_manager.restore_rng()
 
     def save(self) -> None:
         """Save the state after the last step."""
@@ -130,6 +130,8 @@ class Session:
 
     def finish(self) -> None:
         """Wait for every save, so that callbacks at the end of the training find committed checkpoints alone."""
+        # Where no step was left to train, nothing has asked for it.
+        self.take_up_random_state()
         self._open_manager.wait()
         if self._keep() is not None:
             self._open_manager.prune()
@@ -165,7 +167,7 @@ class Session:
         while isinstance(optimizer, AcceleratedOptimizer):
             optimizer = optimizer.optimizer
         scaler = getattr(trainer.accelerator, "scaler", None)
-        components |= {"optimizer": optimizer, "scheduler": trainer.lr_scheduler, "rng": self._rng}
+        components |= {"optimizer": optimizer, "scheduler": trainer.lr_scheduler}
         components["trainer"] = holdfast.PerRank(self._running_loss)
         return components if scaler is None else components | {"scaler": scaler}
 
@@ -191,8 +193,12 @@ class Session:
                 "fresh at step %d",
                 source.checkpoint.step,
             )
-        result = manager.restore(source.selector, strategy=self._strategy)
+        result = manager.restore(source.selector, strategy=self._strategy, rng="later")
         if result.checkpoint is not None and result.checkpoint != source.checkpoint:
+            # Not its random state: the training begins again as it began.
+            before = holdfast.get_rng_state()
+            manager.restore_rng()
+            holdfast.set_rng_state(before)
             raise AnotherCheckpointError(result.checkpoint.path, source.checkpoint.path)
 
     def _files(self, is_best: bool) -> dict[str, bytes]:

@@ -84,9 +84,9 @@ class Disk:
         """Give an unnamed file its name; `FileExistsError` when it is taken."""
         os.link(f"/proc/self/fd/{file}", name, dst_dir_fd=folder, follow_symlinks=True)
 
-    def link(self, folder: int, name: str, new_name: str) -> None:
-        """Give a file a second name; `FileExistsError` when it is taken."""
-        os.link(name, new_name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+    def link(self, folder: int, name: str, new_folder: int, new_name: str) -> None:
+        """Give a file a second name, in the same folder or in another; `FileExistsError` when it is taken."""
+        os.link(name, new_name, src_dir_fd=folder, dst_dir_fd=new_folder, follow_symlinks=False)
 
     def rename_exclusive(self, folder: int, name: str, new_name: str) -> None:
         """Rename; `FileExistsError` when the new name is taken, which a plain rename would silently replace."""

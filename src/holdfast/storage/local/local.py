@@ -9,7 +9,8 @@ How a name comes to be, and why in this order:
 - `put` writes a file that has no name, syncs it, and links it to its key, which fails when the key is taken. A reader
   sees all of it or nothing (`publish`).
 - `create` claims its key with an exclusive open and streams into it.
-- Neither syncs the folder: `sync` does, once for all of its names.
+- `clone`, a declared feature, gives a file a second name in another folder, by a hard link.
+- None of them syncs the folder: `sync` does, once for all of its names.
 """
 
 from __future__ import annotations
@@ -33,6 +34,16 @@ from holdfast.storage.local.streaming import FileSink
 __all__ = ["LocalStorage"]
 
 _DISK = Disk()
+# No second name here: a file system without links, too many of them, another disk, or a file of another user.
+_CLONE_REFUSED = {
+    errno.EACCES,
+    errno.EINVAL,
+    errno.EMLINK,
+    errno.ENOSYS,
+    errno.EOPNOTSUPP,
+    errno.EPERM,
+    errno.EXDEV,
+}
 # No name of a run begins so.
 _DISPLACED_PREFIX = "set-aside-"
 
@@ -63,6 +74,7 @@ class LocalStorage:
             reopens_by_url=type(self) is LocalStorage and self._disk is _DISK,
             aligned_reads=True,
             links=LocalLinks(self._root, self._disk, self._folders),
+            clone=self._clone,
             displace=self._displace,
             identity=self._identity,
         )
@@ -152,6 +164,24 @@ class LocalStorage:
             except FileNotFoundError:
                 return None
         return status.st_dev, status.st_ino
+
+    def _clone(self, key: str, new_key: str) -> bool:
+        """Give the file of a key a second name by a hard link. Return False where the file system refuses links, or
+        this one. A file is never written again once it is closed, so the two names cannot affect each other."""
+        *folders, name = key_parts(key)
+        *new_folders, new_name = key_parts(new_key)
+        with self._explaining("opening it", key), self._folders.opened(folders) as folder:
+            if not stat.S_ISREG(self._disk.status(folder, name).st_mode):
+                raise KeyDamagedError("the key is no regular file", file=self._path(key))
+            with self._explaining(f"making it a second name of {key}", new_key):
+                try:
+                    self._folders.in_made(new_folders, lambda new: self._disk.link(folder, name, new, new_name))
+                except OSError as error:
+                    if error.errno not in _CLONE_REFUSED:
+                        raise
+                    self._folders.remove_empty(new_folders)
+                    return False
+        return True
 
     def _displace(self, key: str) -> str:
         """Rename whatever has the name of a key, also a folder with all that is in it, a link or a special file.

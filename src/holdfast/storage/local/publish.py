@@ -71,7 +71,7 @@ def _put_by_temporary_name(disk: Disk, folder: int, name: str, data: memoryview)
 
 def _move_to_free_name(disk: Disk, file: int, folder: int, temporary: str, name: str) -> None:
     try:
-        disk.link(folder, temporary, name)
+        disk.link(folder, temporary, folder, name)
     except FileExistsError:
         # A file server whose first answer was lost reports this for the link that it made: two names, one ours alone.
         if disk.status_of(file).st_nlink != 2:

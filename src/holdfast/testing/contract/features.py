@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
-from holdfast.errors import KeyMissingError, StorageError
+from holdfast.errors import KeyExistsError, KeyMissingError, StorageError, UsageError
 from holdfast.storage.base import Entry, Links, Storage, StorageFeatures, alignment_of, features_of
 from holdfast.testing.contract.making import StorageMaker
 from holdfast.testing.contract.values import MEBIBYTE, pattern, stream, whole
@@ -30,7 +31,7 @@ class FeaturesContract(StorageMaker):
         assert isinstance(features, StorageFeatures)
         again = features_of(storage)
         assert (features.reopens_by_url, features.aligned_reads) == (again.reopens_by_url, again.aligned_reads)
-        for name in ("links", "displace", "identity"):
+        for name in ("links", "clone", "displace", "identity"):
             assert (getattr(features, name) is None) == (getattr(again, name) is None)
 
     def test_another_process_that_opens_its_url_has_the_same_storage(self, storage: Storage) -> None:
@@ -80,6 +81,36 @@ class FeaturesContract(StorageMaker):
         assert storage.read("file", 1) == b"x"
         assert storage.read("step-1/key", 1) == b"x"
 
+    def test_a_clone_has_the_value_and_outlives_the_first_key(self, storage: Storage) -> None:
+        clone = _clone(storage)
+        data = pattern(9 * MEBIBYTE)
+        stream(storage, "first/key", data)
+        if not clone("first/key", "second/deeper/key"):
+            assert storage.entries("second") == []
+            pytest.skip("the storage refuses to clone here")
+        storage.sync("second/deeper")
+        storage.delete("first/key")
+        assert whole(self.reopen(storage), "second/deeper/key") == data
+        storage.put("first/key", b"another value")
+        assert whole(storage, "second/deeper/key") == data
+        storage.delete("second/deeper/key")
+        assert storage.read("first/key", 100) == b"another value"
+
+    def test_a_clone_replaces_nothing_and_needs_its_key(self, storage: Storage) -> None:
+        clone = _clone(storage)
+        storage.put("key", b"x")
+        storage.put("taken", b"y")
+        if not clone("key", "free"):
+            pytest.skip("the storage refuses to clone here")
+        with pytest.raises(KeyExistsError):
+            clone("key", "taken")
+        with pytest.raises(KeyMissingError):
+            clone("missing", "other")
+        with pytest.raises(UsageError):
+            clone("key", "../escape")
+        assert storage.read("taken", 1) == b"y"
+        assert [entry.name for entry in storage.entries("")] == ["free", "key", "taken"]
+
     def test_what_is_displaced_keeps_its_bytes_and_frees_its_name(self, storage: Storage) -> None:
         displace = features_of(storage).displace
         _require(displace is not None, "displace")
@@ -108,6 +139,13 @@ class FeaturesContract(StorageMaker):
 def _require(declared: bool, feature: str) -> None:
     if not declared:
         pytest.skip(f"the storage does not declare {feature}")
+
+
+def _clone(storage: Storage) -> Callable[[str, str], bool]:
+    clone = features_of(storage).clone
+    if clone is None:
+        pytest.skip("the storage does not declare clone")
+    return clone
 
 
 def _links(storage: Storage) -> Links:

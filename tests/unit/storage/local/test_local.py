@@ -292,8 +292,8 @@ def test_sync_goes_from_the_folder_up_to_the_parent_of_the_root(tmp_path: Path) 
 
 def test_a_lost_answer_of_a_file_server_is_not_taken_for_another_writer(tmp_path: Path) -> None:
     class Forgetful(FailingDisk):
-        def link(self, folder: int, name: str, new_name: str) -> None:
-            super().link(folder, name, new_name)
+        def link(self, folder: int, name: str, new_folder: int, new_name: str) -> None:
+            super().link(folder, name, new_folder, new_name)
             raise FileExistsError(errno.EEXIST, "made by the first try, whose answer was lost")
 
     storage = LocalStorage(tmp_path, disk=Forgetful(errno.EOPNOTSUPP, "create_unnamed"))
