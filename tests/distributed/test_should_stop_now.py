@@ -56,7 +56,7 @@ def test_a_signal_to_one_rank_is_known_to_all_in_the_same_call(struck: int, tmp_
     assert first[6:9] == [True, True, [1]], "the next step is"
     assert first[9:12] == [True, True, [1]], "once"
     assert first[12:15] == [True, True, [3, 1]], "a second signal asks again"
-    assert first[15:] == [True, 7, True, [7]], "a save of the caller's own counts as the save before the stop"
+    assert first[15:] == [True, 7, True, [8, 7]], "a save before the step is not the save of the step"
 
 
 def ask_apart(rank: int, folder: Path) -> tuple[str, str]:

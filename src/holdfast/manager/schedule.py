@@ -64,6 +64,7 @@ class Pace:
         self._watch = SignalWatch(trigger.signals if trigger is not None else ())
         self._flags: frozenset[str] = frozenset()
         self._causes: frozenset[str] = frozenset()
+        self._asked_causes: frozenset[str] = frozenset()
         self._saved_causes: frozenset[str] = frozenset()
         self._next_look = 0.0
         self._last_save = self._time.now()
@@ -95,6 +96,7 @@ class Pace:
             self._causes |= set(message.causes)
             wish = _both(wish, message.wish)
         self.should_stop = self.should_stop or wish.stop
+        self._asked_causes = self._causes
         return wish
 
     def ask_to_stop(self) -> bool:
@@ -132,8 +134,10 @@ class Pace:
         self._last_epoch, self._asked, self.epoch = 0, None, None
 
     def note_save(self) -> None:
+        """Note a save. It serves what asked to stop at the last question about a step; what `ask_to_stop` found since
+        still has its save before it."""
         self._last_save = self._time.now()
-        self._saved_causes = self._causes
+        self._saved_causes = self._asked_causes
 
     def note_failure(self) -> None:
         """Note that the last save before a stop failed: whatever asked for it still does."""

@@ -141,10 +141,21 @@ def asset_files(assets: Mapping[str, Path | bytes]) -> list[PlainFile]:
         if not content.exists():
             raise UsageError(f"the asset {content} is not there any more")
         for path in sorted(content.rglob("*")) if content.is_dir() else [content]:
+            inner = f"{name}/{path.relative_to(content).as_posix()}" if path != content else name
             if path.is_file():
-                inner = f"{name}/{path.relative_to(content).as_posix()}" if path != content else name
                 found.append(_file_at(inner, path))
+            elif path.is_symlink() or not path.is_dir():
+                raise UsageError(
+                    f"the asset '{inner}' is no file: {_kind_at(path)}",
+                    advice="remove it from the folder, or give the files that are meant one by one",
+                )
     return found
+
+
+def _kind_at(path: Path) -> str:
+    if not path.is_symlink():
+        return "a device, a socket or a pipe"
+    return "a link to another folder" if path.exists() else "a link that leads nowhere"
 
 
 def _file_at(name: str, path: Path) -> PlainFile:

@@ -148,3 +148,19 @@ def test_a_device_or_a_pipe_behind_a_link_is_no_asset(tmp_path: Path) -> None:
     (tmp_path / "endless").symlink_to("/dev/zero")
     with opened(tmp_path / "run") as manager, pytest.raises(holdfast.UsageError, match="neither a file nor a folder"):
         manager.save(1, assets=[tmp_path / "endless"])
+
+
+@pytest.mark.parametrize("kind", ["a link to another folder", "a link that leads nowhere", "a pipe"])
+def test_what_is_no_file_in_a_folder_is_not_left_out_silently(kind: str, tmp_path: Path) -> None:
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    (folder / "vocab.txt").write_text("a b c")
+    if kind == "a pipe":
+        os.mkfifo(folder / "odd")
+    else:
+        (folder / "odd").symlink_to(tmp_path if kind == "a link to another folder" else "nowhere")
+    with opened(tmp_path / "run") as manager:
+        with pytest.raises(holdfast.UsageError, match=f"the asset 'tokenizer/odd' is no file: .*{kind}"):
+            manager.save(1, assets=[folder])
+        (folder / "odd").unlink()
+        assert contents(manager.save(1, assets=[folder]).wait()) == {"tokenizer/vocab.txt": b"a b c"}

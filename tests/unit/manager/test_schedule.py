@@ -8,11 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from holdfast.errors import RankError, UsageError
+from holdfast.manager.manager import CheckpointManager
 from holdfast.manager.schedule import Pace, Time
 from holdfast.manager.triggers import At, Every, Moment, OnLastStep, OnSignal, TimeLimit, Trigger, Wish
 from holdfast.ranks.base import Ranks
@@ -643,3 +646,15 @@ def test_a_signal_that_came_before_the_first_step_is_known_and_saved_at_that_ste
     pace.note_save()
     assert not pace.wants_save(1, None)
     pace.close()
+
+
+def test_a_save_between_the_question_and_the_next_step_does_not_stand_for_that_step(tmp_path: Path) -> None:
+    state = {"model": nn.Linear(1, 1)}
+    with CheckpointManager(tmp_path, state, save=OnSignal("SIGUSR1"), mode="sync") as manager:
+        manager.save(5)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert manager.should_stop_now()
+        assert manager.save(5).skipped
+        assert manager.step(6)
+        assert manager.step(7)
+        assert [found.step for found in manager.checkpoints()] == [6, 5]
