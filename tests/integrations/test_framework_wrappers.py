@@ -250,6 +250,19 @@ def test_a_save_right_after_a_restore_has_the_restored_position(tmp_path: Path) 
     assert [batch.tolist() for (batch,) in third] == rest
 
 
+def test_another_seed_of_the_sampler_is_a_mismatch_and_not_another_order(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    first = accelerator().prepare(DataLoader(list(range(8)), batch_size=2, shuffle=True))
+    with holdfast.CheckpointManager(tmp_path, {"loader": first}) as manager:
+        next(iter(first))
+        manager.save(0)
+    torch.manual_seed(1)
+    second = accelerator().prepare(DataLoader(list(range(8)), batch_size=2, shuffle=True))
+    with holdfast.CheckpointManager(tmp_path, {"loader": second}) as manager:
+        with pytest.raises(holdfast.StateMismatchError, match="the seed 0, and that of its sampler is 1"):
+            manager.restore()
+
+
 def test_a_prepared_loader_without_a_state_is_refused(tmp_path: Path) -> None:
     loader = accelerated(accelerator(stateful=False)).loader
     with pytest.raises(UsageError, match="use_stateful_dataloader=True"):

@@ -45,7 +45,7 @@ class DeferredRNG:
         if self._loaded is not None:
             raise UsageError(
                 f"the random state of step {self._loaded.checkpoint.step} was restored with rng='later' and is not set",
-                advice="call restore_rng() before the first training step, after the first batch was fetched",
+                advice="call restore_rng() before the first training step, after what the restart alone draws",
             )
 
     def warn_if_unset(self) -> None:

@@ -39,6 +39,7 @@ _LOADER_ADAPTERS = {("accelerate.data_loader", "DataLoaderAdapter"): "base_datal
 _STATE_METHODS = frozenset({"state_dict", "load_state_dict"})
 
 _EPOCH = "_accelerate_iteration"
+_SEED = "_accelerate_seed"
 _FINISHED = "_iterator_finished"
 
 
@@ -98,14 +99,24 @@ def loader_adapter_state(adapter: Any) -> Any:
     """
     state = adapter.state_dict()
     epoch = _epoch_of(adapter, state)
-    return {**state, _EPOCH: epoch} if isinstance(state, Mapping) and epoch is not None else state
+    if not isinstance(state, Mapping) or epoch is None:
+        return state
+    seed = getattr(_sampler_inside(loader_inside(adapter)), "initial_seed", None)
+    return {**state, _EPOCH: epoch} | ({_SEED: seed} if isinstance(seed, int) else {})
 
 
 def load_loader_adapter(adapter: Any, state: Any) -> None:
     """Give a loader that Accelerate prepared its position and its epoch."""
     if not isinstance(state, Mapping):
         raise StateMismatchError(f"a loader cannot take {type(state).__name__}")
-    position = {key: value for key, value in state.items() if key != _EPOCH}
+    seed, saved_seed = getattr(_sampler_inside(loader_inside(adapter)), "initial_seed", None), state.get(_SEED)
+    if saved_seed is not None and seed != saved_seed:
+        raise StateMismatchError(
+            f"the order of the loader was made from the seed {saved_seed}, and that of its sampler is {seed}",
+            advice="call set_seed() with the seed of the run before the loader is made and prepared, or give "
+            "DataLoaderConfiguration(data_seed=...)",
+        )
+    position = {key: value for key, value in state.items() if key not in (_EPOCH, _SEED)}
     adapter.load_state_dict(position)
     # Accelerate renews this only at the next batch: until then a save would store the position before the restore.
     adapter.dl_state_dict = dict(position)
