@@ -480,3 +480,19 @@ def test_the_manifest_names_its_own_folder_and_every_file_in_it(tmp_path: Path) 
     there = {path.name for path in Path(made.path).iterdir()}
     assert there == listed | {"manifest.json", "attempt.json"}
     assert body["folder"] == made.folder
+
+
+def test_a_tensor_that_two_components_share_is_not_stored_for_one_of_them_alone(tmp_path: Path) -> None:
+    encoder, head = nn.Linear(4, 4), nn.Linear(4, 4)
+    head.weight = encoder.weight
+    with holdfast.CheckpointManager(tmp_path, {"encoder": encoder, "head": head}, mode="sync") as manager:
+        manager.save(1)
+        with pytest.raises(UsageError, match="its 'weight' is the same tensor as 'weight' of 'head'"):
+            manager.save(1, resave=True, components=("encoder",))
+        with torch.no_grad():
+            encoder.weight.fill_(7)
+        manager.save(1, resave=True, components=("encoder", "head"))
+        with torch.no_grad():
+            encoder.weight.fill_(0)
+        manager.restore()
+    assert bool((head.weight == 7).all())

@@ -7,7 +7,7 @@ import argparse
 import dataclasses
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from enum import Enum
 from functools import partial
 from typing import Any, TypeVar, get_args
@@ -27,7 +27,7 @@ from holdfast.runs.link_names import LinkTemplate
 from holdfast.runs.retention import KeepPolicy
 from holdfast.saving.plan import Replicas
 from holdfast.saving.stage import ChosenMode
-from holdfast.state.names import cuts_of, kind_of, refuse_flat_parameters, refuse_same_objects
+from holdfast.state.names import cuts_of, kind_of, refuse_flat_parameters, refuse_same_objects, unwrap
 from holdfast.state.rng import RNGState
 from holdfast.state.state_dicts import check_components
 from holdfast.state.tensors import inline_text
@@ -55,6 +55,7 @@ __all__ = [
     "on_every_rank",
     "one_of",
     "plain_step",
+    "refuse_cut_ties",
     "reported_metrics",
     "wanted_guards",
 ]
@@ -97,6 +98,32 @@ def checked_part(components: object, *, resave: bool) -> tuple[str, ...]:
             advice="a first save of a step has all components; pass resave=True to store some of them anew",
         )
     return tuple(dict.fromkeys(names))
+
+
+def refuse_cut_ties(names: Sequence[str], components: Mapping[str, Any]) -> None:
+    """Refuse to store a model anew without another one that has a parameter or buffer in common with it: they would
+    come back with two different values for one tensor."""
+    owners: dict[int, tuple[str, str]] = {}
+    for component, path, tensor in _tensors_of(names, components):
+        owners[id(tensor)] = component, path
+    for component, path, tensor in _tensors_of([name for name in components if name not in names], components):
+        if id(tensor) in owners:
+            named, own_path = owners[id(tensor)]
+            raise UsageError(
+                f"components= names '{named}', and its '{own_path}' is the same tensor as '{path}' of '{component}'",
+                advice=f"name '{component}', too",
+            )
+
+
+def _tensors_of(names: Sequence[str], components: Mapping[str, Any]) -> Iterator[tuple[str, str, torch.Tensor]]:
+    for name in names:
+        module = unwrap(components.get(name))
+        if isinstance(module, torch.nn.Module):
+            for path, tensor in (
+                *module.named_parameters(remove_duplicate=False),
+                *module.named_buffers(remove_duplicate=False),
+            ):
+                yield name, path, tensor
 
 
 def plain_step(step: Any) -> Any:

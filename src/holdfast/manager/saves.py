@@ -21,6 +21,7 @@ from holdfast.manager.arguments import (
     encoded_config,
     encoded_metrics,
     plain_step,
+    refuse_cut_ties,
 )
 from holdfast.manager.assets import AssetsArgument, check_apart, checked_assets, named_assets
 from holdfast.manager.open_run import OpenRun
@@ -169,6 +170,7 @@ class Saves:
         """Return the request for the components that the caller names. What is not given anew is the parent's: its
         assets, its epoch, and the guards of what is carried on."""
         names = checked_part(given.components, resave=given.resave)
+        refuse_cut_ties(names, self._run.components.live)
         asset_names = tuple(named_assets(given.assets))
         self._run.reports.settle()
         return SaveRequest(
