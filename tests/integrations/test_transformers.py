@@ -166,6 +166,8 @@ def test_a_checkpoint_without_a_trainers_state_is_refused(tmp_path: Path) -> Non
         manager.save(1)
     with pytest.raises(holdfast.UsageError, match="no state of a Trainer"):
         trained(tmp_path, resume=True)
+    with pytest.raises(holdfast.UsageError, match=r"resume_from_checkpoint=4\.0"):
+        trained(tmp_path, resume=4.0)
 
 
 def test_folders_of_the_trainer_itself_are_imported_and_resumed_exactly(

@@ -62,6 +62,11 @@ def find(run: str, resume: Selector | bool | None, timeout: float | None) -> Sou
     """Find the checkpoint on all ranks alike; None where the training starts fresh."""
     if resume is None or resume is False:
         return None
+    if not isinstance(resume, bool | int | str | os.PathLike):
+        raise holdfast.UsageError(
+            f"resume_from_checkpoint={resume!r:.100}",
+            advice="give True, a step, a selector or the path of a checkpoint",
+        )
     automatic = resume == "auto"
     selector: Selector = "latest" if resume is True or automatic else resume
     _on_leader(lambda: _refuse_own_folder(run, selector))
