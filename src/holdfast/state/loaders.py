@@ -25,6 +25,7 @@ from holdfast.state.wrappers import check_plain_state, load_state, state_of
 logger = logging.getLogger("holdfast")
 
 __all__ = [
+    "check_generators",
     "find_generators",
     "generators_kept",
     "load_generators",
@@ -61,8 +62,7 @@ def load_loader_state(loader: Any, state: Any) -> None:
     saved = state.get(_GENERATORS) if isinstance(state, Mapping) else None
     generators = find_generators(loader)
     if saved is not None:
-        for label in generators.keys() & saved.keys():
-            check_plain_state(generators[label], saved[label])
+        check_generators(generators, saved)
     load_state(loader, state)
     if saved is not None:
         load_generators(generators, saved)
@@ -93,10 +93,16 @@ def samplers_of(owner: Any) -> dict[str, Any]:
     return found
 
 
-def load_generators(generators: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Set generators to the states that were saved; warn if there are others now."""
+def check_generators(generators: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Refuse what is no state of these generators, without changing any."""
     for label in generators.keys() & saved.keys():
         check_plain_state(generators[label], saved[label])
+
+
+def load_generators(generators: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Set generators to the states that were saved; warn if there are others now."""
+    check_generators(generators, saved)
+    for label in generators.keys() & saved.keys():
         load_state(generators[label], saved[label])
     if generators.keys() != saved.keys():
         logger.warning(

@@ -258,12 +258,62 @@ def test_an_epoch_that_was_left_is_gone_on_with_after_a_restore_unless_it_was_en
     assert rows(next(iter(second))) == [0, 1]
 
 
-def test_the_state_is_that_of_the_iterator_that_was_built_last() -> None:
+def test_the_state_is_that_of_the_iterator_that_was_built_last_and_an_earlier_one_does_not_go_on() -> None:
     loader = ResumableLoader(DataLoader(Rows(), batch_size=2))
     one, other = iter(loader), iter(loader)
-    next(other), next(one), next(one)
+    next(other)
+    for _ in range(2):
+        with pytest.raises(UsageError, match="after another pass was begun"):
+            next(one)
     assert loader.state_dict()["batches"] == 1
     assert rows(next(iter(resumed(loader, DataLoader(Rows(), batch_size=2))))) == [2, 3]
+
+
+def test_an_iterator_does_not_go_on_after_a_restore() -> None:
+    loader = ResumableLoader(DataLoader(Rows(), batch_size=2))
+    running = iter(loader)
+    next(running)
+    loader.load_state_dict(loader.state_dict())
+    with pytest.raises(UsageError, match="a pass over a ResumableLoader goes on after the loader was restored"):
+        next(running)
+    assert rows(next(iter(loader))) == [2, 3]
+
+
+def test_an_iterator_that_has_ended_stays_ended_in_later_epochs() -> None:
+    loader = ResumableLoader(DataLoader(Rows(), batch_size=2))
+    ended = iter(loader)
+    list(ended)
+    next(iter(loader))
+    assert list(ended) == []
+
+
+def test_a_resumed_epoch_that_is_left_for_a_new_one_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    second = resumed(stopped(2)[0])
+    next(iter(second))
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        list(second)
+        assert "was left after 3 batches of its epoch, and a new epoch begins" in caplog.text
+        caplog.clear()
+        next(iter(second))
+        list(second)
+    assert caplog.text == "", "once"
+
+
+def test_a_resumed_epoch_that_is_over_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        for batches, taken in [(0, 1), (2, 4), (2, 99)]:
+            second = resumed(stopped(batches)[0])
+            for _ in zip(range(taken), second, strict=False):
+                pass
+            list(second)
+        second = resumed(stopped(2)[0])
+        next(iter(second))
+        second.end_epoch()
+        list(second)
+        second = resumed(stopped(2)[0])
+        next(iter(second))
+        list(resumed(second))
+    assert caplog.text == ""
 
 
 class Broken(Rows):
@@ -343,10 +393,8 @@ class LazySampler:
 @pytest.mark.parametrize(
     ("before", "now", "match"),
     [
-        (built(shuffle=True), lambda: DataLoader(Rows(40), batch_size=2, shuffle=True), "first 4 differ"),
         (built(shuffle=True), built(), "first 4 differ"),
         (built(), built(batch_size=3), "first 4 differ"),
-        (built(), lambda: DataLoader(Rows(5), batch_size=2), "4 were used, and now there are 3"),
         (built(sampler=LazySampler), built(sampler=LazySampler), "first 4 differ"),
     ],
 )
@@ -368,8 +416,86 @@ def test_an_order_that_cannot_be_rebuilt_is_an_error_each_time(
     assert len(list(second)) > 0
 
 
+@pytest.mark.parametrize("batches", [0, 2])
+@pytest.mark.parametrize("count", [SAMPLES - 1, SAMPLES + 3])
+def test_a_dataset_of_another_length_is_refused(count: int, batches: int) -> None:
+    first = stopped(batches, DataLoader(Rows(), batch_size=2))[0]
+    with pytest.raises(StateMismatchError, match=f"the dataset had {SAMPLES} samples and has {count} now"):
+        resumed(first, DataLoader(Rows(count), batch_size=2))
+
+
+def test_a_sampler_of_another_length_is_refused() -> None:
+    def over(count: int) -> DataLoader[Any]:
+        return DataLoader(Rows(), batch_size=2, sampler=range(count))
+
+    with pytest.raises(StateMismatchError, match="the sampler had 8 samples and has 6 now"):
+        resumed(stopped(2, over(8))[0], over(6))
+
+
+class GrowingSampler(CountingSampler):
+    """A sampler of a user's that gives more in every epoch."""
+
+    def __len__(self) -> int:
+        return 4 + self.epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        return iter(range(len(self)))
+
+
+def test_the_length_of_a_sampler_is_that_of_the_epoch() -> None:
+    first = ResumableLoader(DataLoader(Rows(), sampler=GrowingSampler()))
+    list(first)
+    iterator = iter(first)
+    next(iterator)
+    second = resumed(first, DataLoader(Rows(), sampler=GrowingSampler()))
+    assert [rows(batch) for batch in second] == [rows(batch) for batch in iterator] == [[1], [2], [3], [4], [5]]
+
+
+def test_a_state_of_an_earlier_version_has_no_lengths_and_is_taken_up() -> None:
+    first, rest = stopped(2)
+    state = first.state_dict()
+    del state["lengths"]
+    second = ResumableLoader(DataLoader(Rows(), batch_size=2, shuffle=True))
+    second.load_state_dict(state)
+    assert [rows(batch) for batch in second] == rest
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"batches": -1},
+        {"batches": "2"},
+        {"begun": 1},
+        {"digest": None},
+        {"digest": "zz"},
+        {"drawn": None},
+        {"epochs": []},
+        {"generators": None},
+        {"lengths": 7},
+        {"seed": 3},
+        {"start": {}},
+        {"start": {"random": {}}},
+        {"start": {"random": {}, "generators": {}, "epochs": {}}},
+        {"start": []},
+        {"workers_running": None},
+        {"generators": {"generator": {"state": 4}}},
+    ],
+)
+def test_a_damaged_state_is_refused_before_anything_changes(wrong: dict[str, Any]) -> None:
+    plain = DataLoader(Rows(), batch_size=2, shuffle=True, generator=generator())
+    loader, rest = stopped(2, plain)
+    for take_up in (loader.check_state_dict, loader.load_state_dict):
+        with pytest.raises(StateMismatchError):
+            take_up({**loader.state_dict(), **wrong})
+    again = resumed(loader, DataLoader(Rows(), batch_size=2, shuffle=True, generator=generator()))
+    assert [rows(batch) for batch in again] == rest
+
+
 def test_a_state_of_something_else_is_refused() -> None:
     loader = ResumableLoader(DataLoader(Rows()))
+    with pytest.raises(StateMismatchError, match="no state of a ResumableLoader"):
+        loader.check_state_dict({"_num_yielded": 3})
     with pytest.raises(StateMismatchError, match="no state of a ResumableLoader"):
         loader.load_state_dict({"_num_yielded": 3})
     with pytest.raises(StateMismatchError, match="no state of a ResumableLoader"):
