@@ -84,7 +84,8 @@ def require_live_pass(kind: str, newest: bool, *, failed: bool) -> None:
     name = f"{'an' if kind.startswith('E') else 'a'} {kind}"
     if not newest:
         raise UsageError(
-            f"a pass over {name} goes on after the loader was restored, or after another pass was begun",
+            f"a pass over {name} goes on after the loader was restored or set to another epoch, or after another "
+            "pass was begun",
             advice="use one iterator for an epoch, and begin a new pass after a restore: for batch in loader",
         )
     if failed:
