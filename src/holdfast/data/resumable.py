@@ -13,12 +13,17 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from holdfast.data.positions import count_in, refuse, require_live_pass
-from holdfast.data.sampling import IndexIterator, epochs_of, set_epochs
+from holdfast.data.sampling import IndexIterator, epochs_of, load_own_states, own_states, seeds_of, set_epochs
 from holdfast.errors import StateMismatchError, UsageError
-from holdfast.state.loaders import check_generators, find_generators, generators_kept, load_generators
+from holdfast.state.loaders import (
+    check_generators,
+    find_generators,
+    generator_states,
+    generators_kept,
+    load_generators,
+)
 from holdfast.state.names import is_stateful_loader
 from holdfast.state.rng import check_rng_state, random_state_kept
-from holdfast.state.wrappers import state_of
 
 __all__ = ["ResumableLoader"]
 
@@ -31,7 +36,9 @@ _KINDS: dict[str, Any] = {
     "epochs": Mapping,
     "generators": Mapping,
     "lengths": Mapping,
+    "samplers": Mapping,
     "seed": torch.Tensor | None,
+    "seeds": Mapping,
     "start": Mapping,
     "workers_running": bool,
 }
@@ -112,8 +119,10 @@ class ResumableLoader:
 
     def state_dict(self) -> dict[str, Any]:
         now = {
-            "generators": {label: state_of(one) for label, one in find_generators(self.wrapped_loader).items()},
+            "generators": generator_states(self.wrapped_loader),
             "epochs": epochs_of(self.wrapped_loader),
+            "samplers": own_states(self._indices.sampler, self._indices.positional),
+            "seeds": seeds_of(self.wrapped_loader),
             "lengths": {name: _length(getattr(self.wrapped_loader, name)) for name in ("dataset", "sampler")},
         }
         if self._pending is not None:
@@ -135,6 +144,7 @@ class ResumableLoader:
         filled yet."""
         _check_form(state)
         check_generators(find_generators(self.wrapped_loader), state["generators"])
+        _require_seeds(state.get("seeds", {}), seeds_of(self.wrapped_loader))
         lengths = state.get("lengths", {})
         _require_length("dataset", lengths, self.wrapped_loader.dataset)
         # That of a sampler may depend on its epoch.
@@ -144,6 +154,7 @@ class ResumableLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up a position. The next pass over the loader goes on from there."""
         self.check_state_dict(state)
+        load_own_states(self._indices.sampler, state.get("samplers", {}))
         load_generators(find_generators(self.wrapped_loader), state["generators"])
         set_epochs(self.wrapped_loader, state["epochs"])
         self._pending, self._position, self._copy = dict(state), _Position(), None
@@ -195,7 +206,7 @@ class ResumableLoader:
                 iterator = self._build(position)
                 # Without workers nothing has asked for an index yet.
                 indices = iterator.indices.go_to_position()
-                derived = {label: state_of(one) for label, one in generators.items()}
+                derived = generator_states(self.wrapped_loader)
         finally:
             self._indices.resumed = None
             set_epochs(self.wrapped_loader, epochs)
@@ -303,7 +314,8 @@ class _NotedIndices:
     """What the copied loader has in place of its sampler or batch sampler."""
 
     def __init__(self, sampler: Iterable[Any]) -> None:
-        self._sampler = sampler
+        self.sampler = sampler
+        self.positional: set[str] = set()
         self._newest: _NotedIterator | None = None
         self.resumed: Mapping[str, Any] | None = None
         self.gives_none = False
@@ -311,7 +323,8 @@ class _NotedIndices:
     def __iter__(self) -> Iterator[Any]:
         if self.gives_none:
             return iter(())
-        self._newest = _NotedIterator(self._sampler, self.resumed)
+        self._newest = _NotedIterator(self.sampler, self.resumed)
+        self._newest.positional = self.positional
         return self._newest
 
     def take_newest(self) -> _NotedIterator | None:
@@ -320,7 +333,7 @@ class _NotedIndices:
         return newest
 
     def __len__(self) -> int:
-        return len(self._sampler)  # type: ignore[arg-type]
+        return len(self.sampler)  # type: ignore[arg-type]
 
 
 class _NotedIterator(IndexIterator):
@@ -406,6 +419,18 @@ def _require_length(name: str, lengths: Mapping[str, Any], now: Any) -> None:
             f"the data is not what was saved: the {name} had {before!r:.100} samples and has {length} now",
             "build the loader as it was, or leave it out with skip= to begin the data anew",
         )
+
+
+def _require_seeds(before: Mapping[str, Any], now: Mapping[str, int]) -> None:
+    """Refuse samplers with other seeds: their orders are others in every epoch."""
+    for label in sorted(before.keys() & now.keys()):
+        if before[label] != now[label]:
+            refuse(
+                f"the order of the data is not what was saved: {label} was {before[label]!r:.100} and is {now[label]} "
+                "now",
+                "build the sampler with the seed that was saved, or leave the loader out with skip= to begin the data "
+                "anew",
+            )
 
 
 def _length(sized: Any) -> int | None:
