@@ -51,9 +51,9 @@ class ResumableLoader:
         of workers. It is not changed, and what is read from it directly is not counted.
 
     After a restore the first epoch goes on where it was: its order is drawn again from the random state, the generators
-    and the sampler's epoch at its beginning, and the samples that were used are dropped by their index, without being
-    loaded. The restored random state stays as it is. Call `sampler.set_epoch` as always; after a restore in the middle
-    of an epoch, with that epoch.
+    and the sampler's epoch and own state at its beginning, and the samples that were used are dropped by their index,
+    without being loaded. The restored random state stays as it is. Call `sampler.set_epoch` as always; after a restore
+    in the middle of an epoch, with that epoch.
 
     An epoch that the training breaks out of is gone on with after a restore, unless `end_epoch` was called. An iterator
     cannot go on once another one was begun, or a state was loaded: only the newest has a position that is saved.
