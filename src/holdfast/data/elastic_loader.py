@@ -61,6 +61,8 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]
         self.cursor = Cursor()
         # A restored position waits for its pass; a pass that goes on from one is under way.
         self.restored = self.resumed = False
+        # Counts what ends a pass: another pass, a restore, another epoch.
+        self.passes = 0
 
     @property
     def epoch(self) -> int:
@@ -68,7 +70,8 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]
         return self.cursor.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch. The epoch that the loader is in keeps its position."""
+        """Go to the beginning of an epoch, and end the pass over another one. The epoch that the loader is in keeps its
+        position."""
         check_count("epoch", epoch)
         if epoch == self.cursor.epoch:
             return
@@ -83,6 +86,7 @@ class ElasticSampler(Sampler[int]):  # type: ignore[misc]
             )
         self.restored = self.resumed = False
         self.cursor = Cursor(epoch)
+        self.passes += 1
 
     def begin(self) -> None:
         """Begin a pass: from the restored position, or from the beginning of the epoch."""
@@ -163,7 +167,6 @@ class ElasticLoader(DataLoader[T]):  # type: ignore[misc]
         check_count("seed", seed)
         length = len(dataset)
         sampler = ElasticSampler(length, Place.of(rank, size), shuffle=bool(shuffle), seed=seed, drop_last=drop_last)
-        self._passes = 0
         super().__init__(
             dataset,
             batch_size=batch_size,
@@ -179,7 +182,8 @@ class ElasticLoader(DataLoader[T]):  # type: ignore[misc]
         return self.sampler.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch. The epoch that the loader is in keeps its position."""
+        """Go to the beginning of an epoch, and end the pass over another one. The epoch that the loader is in keeps its
+        position."""
         self.sampler.set_epoch(epoch)
 
     def __iter__(self) -> Any:
@@ -190,8 +194,8 @@ class ElasticLoader(DataLoader[T]):  # type: ignore[misc]
         # positions get other seeds.
         position = (sampler.cursor.epoch, sampler.cursor.deals, sampler.cursor.count)
         self.generator.manual_seed(derived_seed(sampler.seed, place.rank, place.size, *position))
-        self._passes += 1
-        return _Pass(self, super().__iter__(), self._passes)
+        sampler.passes += 1
+        return _Pass(self, super().__iter__(), sampler.passes)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where this rank is: the position of the next batch that the training has not got."""
@@ -226,7 +230,7 @@ class ElasticLoader(DataLoader[T]):  # type: ignore[misc]
 
     def _take_up(self, cursor: Cursor) -> None:
         self.sampler.cursor, self.sampler.restored = cursor, True
-        self._passes += 1  # A pass that was begun before the restore ends.
+        self.sampler.passes += 1  # A pass that was begun before the restore ends.
 
     def _identity(self) -> dict[str, Any]:
         sampler = self.sampler
@@ -290,12 +294,14 @@ class _Pass(Iterator[T]):
 
     def __init__(self, loader: ElasticLoader[T], batches: Iterator[T], number: int) -> None:
         self._loader, self._batches, self._number = loader, batches, number
-        self._ended = self._failed = False
+        self._complete = self._ended = self._failed = False
 
     def __next__(self) -> T:
-        if self._ended:
+        newest = self._number == self._loader.sampler.passes
+        # After its last batch a pass may end when the next epoch is set already.
+        if self._ended or (self._complete and not newest):
             raise StopIteration
-        require_live_pass(_KIND, self._number == self._loader._passes, failed=self._failed)
+        require_live_pass(_KIND, newest, failed=self._failed)
         self._failed = True  # Until the batch is there: after an error the position of what follows is not known.
         try:
             batch = next(self._batches)
@@ -304,7 +310,7 @@ class _Pass(Iterator[T]):
             self._loader.sampler.end()
             raise
         self._loader._got_batch()
-        self._failed = False
+        self._complete, self._failed = self._loader.sampler.cursor.complete, False
         return batch
 
     def __len__(self) -> int:

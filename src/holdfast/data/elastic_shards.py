@@ -123,7 +123,8 @@ class ElasticShards(Generic[T]):
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch. The epoch that the loader is in keeps its position."""
+        """Go to the beginning of an epoch, and end the pass over another one. The epoch that the loader is in keeps its
+        position."""
         check_count("epoch", epoch)
         if epoch == self._epoch:
             return
@@ -135,6 +136,7 @@ class ElasticShards(Generic[T]):
                 self._epoch,
             )
         self._begin_epoch(epoch)
+        self._passes += 1
 
     def __iter__(self) -> Iterator[T]:
         """Begin an epoch, or go on from the restored position."""

@@ -81,14 +81,16 @@ def count_in(state: Mapping[str, Any], name: str) -> int:
 
 def require_live_pass(kind: str, newest: bool, *, failed: bool) -> None:
     """Refuse to go on with a pass whose batches have no position that could be saved."""
+    name = f"{'an' if kind.startswith('E') else 'a'} {kind}"
     if not newest:
         raise UsageError(
-            f"a pass over an {kind} goes on after the loader was restored, or after another pass was begun",
-            advice="begin a new pass after a restore: for batch in loader",
+            f"a pass over {name} goes on after the loader was restored or set to another epoch, or after another "
+            "pass was begun",
+            advice="use one iterator for an epoch, and begin a new pass after a restore: for batch in loader",
         )
     if failed:
         raise UsageError(
-            f"a pass over an {kind} goes on after an error in it",
+            f"a pass over {name} goes on after an error in it",
             advice="restore a checkpoint, or give the loader its own state_dict(), and begin a new pass: it goes on "
             "with the batch that failed",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,16 +12,36 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from holdfast.data.sampling import IndexIterator, epochs_of, set_epochs
+from holdfast.data.positions import count_in, refuse, require_live_pass
+from holdfast.data.sampling import IndexIterator, epochs_of, load_own_states, own_states, seeds_of, set_epochs
 from holdfast.errors import StateMismatchError, UsageError
-from holdfast.state.loaders import find_generators, generators_kept, load_generators
+from holdfast.state.loaders import (
+    check_generators,
+    find_generators,
+    generator_states,
+    generators_kept,
+    load_generators,
+)
 from holdfast.state.names import is_stateful_loader
-from holdfast.state.rng import random_state_kept
-from holdfast.state.wrappers import state_of
+from holdfast.state.rng import check_rng_state, random_state_kept
 
 __all__ = ["ResumableLoader"]
 
+logger = logging.getLogger("holdfast")
+
 _KEYS = {"batches", "begun", "digest", "drawn", "epochs", "generators", "seed", "start", "workers_running"}
+_KINDS: dict[str, Any] = {
+    "begun": bool,
+    "digest": str,
+    "epochs": Mapping,
+    "generators": Mapping,
+    "lengths": Mapping,
+    "samplers": Mapping,
+    "seed": torch.Tensor | None,
+    "seeds": Mapping,
+    "start": Mapping,
+    "workers_running": bool,
+}
 
 
 class ResumableLoader:
@@ -30,11 +51,12 @@ class ResumableLoader:
         of workers. It is not changed, and what is read from it directly is not counted.
 
     After a restore the first epoch goes on where it was: its order is drawn again from the random state, the generators
-    and the sampler's epoch at its beginning, and the samples that were used are dropped by their index, without being
-    loaded. The restored random state stays as it is. Call `sampler.set_epoch` as always; after a restore in the middle
-    of an epoch, with that epoch.
+    and the sampler's epoch and own state at its beginning, and the samples that were used are dropped by their index,
+    without being loaded. The restored random state stays as it is. Call `sampler.set_epoch` as always; after a restore
+    in the middle of an epoch, with that epoch.
 
-    An epoch that the training breaks out of is gone on with after a restore, unless `end_epoch` was called.
+    An epoch that the training breaks out of is gone on with after a restore, unless `end_epoch` was called. An iterator
+    cannot go on once another one was begun, or a state was loaded: only the newest has a position that is saved.
 
     `len()` and other attributes are those of the loader.
     """
@@ -46,6 +68,7 @@ class ResumableLoader:
         _require_plain_loader(loader)
         self.wrapped_loader = loader
         self._position = _Position()
+        self._passes = 0
         # The state that was loaded, until the training asks for the first batch after it.
         self._pending: dict[str, Any] | None = None
         # The state of the generator from which the seed of the workers was drawn.
@@ -57,6 +80,8 @@ class ResumableLoader:
 
     def __iter__(self) -> Iterator[Any]:
         pending = self._pending
+        if pending is None:
+            self._warn_of_unfinished_epoch()
         if self._copy is None or not self._keeps_workers():
             self._copy = self._copied()
         if pending is not None and self._workers_running:
@@ -66,6 +91,8 @@ class ResumableLoader:
         else:
             iterator = self._begin()
         self._pending, self._workers_running = None, self._keeps_workers()
+        self._passes += 1
+        iterator.number = self._passes
         self._position = iterator.position
         return iterator
 
@@ -92,8 +119,11 @@ class ResumableLoader:
 
     def state_dict(self) -> dict[str, Any]:
         now = {
-            "generators": {label: state_of(one) for label, one in find_generators(self.wrapped_loader).items()},
+            "generators": generator_states(self.wrapped_loader),
             "epochs": epochs_of(self.wrapped_loader),
+            "samplers": own_states(self._indices.sampler, self._indices.positional),
+            "seeds": seeds_of(self.wrapped_loader),
+            "lengths": {name: _length(getattr(self.wrapped_loader, name)) for name in ("dataset", "sampler")},
         }
         if self._pending is not None:
             return {**self._pending, **now}
@@ -109,15 +139,37 @@ class ResumableLoader:
             "workers_running": self._workers_running,
         }
 
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise a StateMismatchError for a state that `load_state_dict` could not take up. Tensors in it need not be
+        filled yet."""
+        _check_form(state)
+        check_generators(find_generators(self.wrapped_loader), state["generators"])
+        _require_seeds(state.get("seeds", {}), seeds_of(self.wrapped_loader))
+        lengths = state.get("lengths", {})
+        _require_length("dataset", lengths, self.wrapped_loader.dataset)
+        # That of a sampler may depend on its epoch.
+        if epochs_of(self.wrapped_loader) == state["epochs"]:
+            _require_length("sampler", lengths, self.wrapped_loader.sampler)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if not isinstance(state, Mapping) or not state.keys() >= _KEYS:
-            raise StateMismatchError(
-                "this is no state of a ResumableLoader", advice="use the loader that was saved, or skip the component"
-            )
+        """Take up a position. The next pass over the loader goes on from there."""
+        self.check_state_dict(state)
+        load_own_states(self._indices.sampler, state.get("samplers", {}))
         load_generators(find_generators(self.wrapped_loader), state["generators"])
         set_epochs(self.wrapped_loader, state["epochs"])
         self._pending, self._position, self._copy = dict(state), _Position(), None
         self._seed, self._workers_running = state["seed"], bool(state["workers_running"])
+        self._passes += 1  # A pass that was begun before the restore ends.
+
+    def _warn_of_unfinished_epoch(self) -> None:
+        position = self._position
+        if position.resumed and not position.finished and position.batches != _length(self.wrapped_loader):
+            logger.warning(
+                "the pass that went on from the restored position was left after %d batches of its epoch, and a new "
+                "epoch begins: the samples that were left in the restored one are not seen in it; use one iterator for "
+                "the rest of the epoch, or call end_epoch() to leave it out",
+                position.batches,
+            )
 
     def _keeps_workers(self) -> bool:
         return bool(self.wrapped_loader.persistent_workers) and self.wrapped_loader.num_workers > 0
@@ -140,9 +192,12 @@ class ResumableLoader:
 
     def _resume(self, pending: Mapping[str, Any]) -> _Batches:
         """Go on with the epoch of a loaded state, and leave the random state and all generators as they are."""
+        _require_length("sampler", pending.get("lengths", {}), self.wrapped_loader.sampler)
         epochs = epochs_of(self.wrapped_loader)
         generators = find_generators(self.wrapped_loader)
-        position = _Position(batches=pending["batches"], digest=bytes.fromhex(pending["digest"]))
+        position = _Position(
+            batches=pending["batches"], digest=bytes.fromhex(pending["digest"]), resumed=pending["batches"] > 0
+        )
         replayed = {"start": pending["start"], "count": pending["batches"], "digest": pending["digest"], "ended": False}
         self._indices.resumed = replayed if pending["start"] else None
         try:
@@ -151,7 +206,7 @@ class ResumableLoader:
                 iterator = self._build(position)
                 # Without workers nothing has asked for an index yet.
                 indices = iterator.indices.go_to_position()
-                derived = {label: state_of(one) for label, one in generators.items()}
+                derived = generator_states(self.wrapped_loader)
         finally:
             self._indices.resumed = None
             set_epochs(self.wrapped_loader, epochs)
@@ -171,7 +226,7 @@ class ResumableLoader:
                 "collate_fn",
             )
         position.indices = indices
-        return _Batches(batches, position, indices)
+        return _Batches(self, batches, position, indices)
 
     def _start_workers(self) -> None:
         """Start the workers that live as long as the loader. In the run that was saved they ran already, so that an
@@ -214,18 +269,26 @@ class _Position:
     batches: int = 0
     digest: bytes = b""
     finished: bool = False
+    resumed: bool = False
     indices: _NotedIterator | None = None
 
 
 class _Batches(Iterator[Any]):
     """The batches of one epoch. The loader does not hold it: its workers end when the training leaves the loop."""
 
-    def __init__(self, batches: Iterator[Any], position: _Position, indices: _NotedIterator) -> None:
+    def __init__(
+        self, loader: ResumableLoader, batches: Iterator[Any], position: _Position, indices: _NotedIterator
+    ) -> None:
+        self._loader = loader
         self._batches = batches
         self.position = position
         self.indices = indices
+        self.number = 0
 
     def __next__(self) -> Any:
+        if self.position.finished:
+            raise StopIteration
+        require_live_pass("ResumableLoader", self.number == self._loader._passes, failed=False)
         try:
             batch = next(self._batches)
         except StopIteration:
@@ -251,7 +314,8 @@ class _NotedIndices:
     """What the copied loader has in place of its sampler or batch sampler."""
 
     def __init__(self, sampler: Iterable[Any]) -> None:
-        self._sampler = sampler
+        self.sampler = sampler
+        self.positional: set[str] = set()
         self._newest: _NotedIterator | None = None
         self.resumed: Mapping[str, Any] | None = None
         self.gives_none = False
@@ -259,7 +323,8 @@ class _NotedIndices:
     def __iter__(self) -> Iterator[Any]:
         if self.gives_none:
             return iter(())
-        self._newest = _NotedIterator(self._sampler, self.resumed)
+        self._newest = _NotedIterator(self.sampler, self.resumed)
+        self._newest.positional = self.positional
         return self._newest
 
     def take_newest(self) -> _NotedIterator | None:
@@ -268,7 +333,7 @@ class _NotedIndices:
         return newest
 
     def __len__(self) -> int:
-        return len(self._sampler)  # type: ignore[arg-type]
+        return len(self.sampler)  # type: ignore[arg-type]
 
 
 class _NotedIterator(IndexIterator):
@@ -322,10 +387,56 @@ def _require_plain_loader(loader: Any) -> None:
         )
 
 
-def _length(loader: DataLoader[Any]) -> int | None:
+def _check_form(state: Any) -> None:
+    """Refuse what is no state of a `ResumableLoader`."""
+    if not isinstance(state, Mapping) or not state.keys() >= _KEYS:
+        refuse("this is no state of a ResumableLoader", "use the loader that was saved, or skip the component")
+    for name in ("batches", "drawn"):
+        count_in(state, name)
+    for name, kind in _KINDS.items():
+        if name in state and not isinstance(state[name], kind):
+            refuse(f"this is no state of a ResumableLoader: {name} is {state[name]!r:.100}")
+    if state["begun"] and state["batches"] and not state["start"]:
+        refuse("this is no state of a ResumableLoader: an epoch was begun, and the beginning of its order is missing")
+    if state["start"] and not state["start"].keys() >= {"random", "generators", "epochs"}:
+        refuse(f"this is no state of a ResumableLoader: its order begins with {sorted(map(str, state['start']))}")
     try:
-        return len(loader)
-    except TypeError:
+        bytes.fromhex(state["digest"])
+    except ValueError:
+        refuse(f"this is no state of a ResumableLoader: digest is {state['digest']!r:.100}")
+    for name in ("generators", "epochs"):
+        if state["start"] and not isinstance(state["start"][name], Mapping):
+            refuse(f"this is no state of a ResumableLoader: its order begins with {name}={state['start'][name]!r:.100}")
+    if state["start"]:
+        check_rng_state(state["start"]["random"])
+
+
+def _require_length(name: str, lengths: Mapping[str, Any], now: Any) -> None:
+    """Refuse a dataset or a sampler of another length. States of earlier versions do not have it."""
+    before, length = lengths.get(name), _length(now)
+    if before is not None and length is not None and before != length:
+        refuse(
+            f"the data is not what was saved: the {name} had {before!r:.100} samples and has {length} now",
+            "build the loader as it was, or leave it out with skip= to begin the data anew",
+        )
+
+
+def _require_seeds(before: Mapping[str, Any], now: Mapping[str, int]) -> None:
+    """Refuse samplers with other seeds: their orders are others in every epoch."""
+    for label in sorted(before.keys() & now.keys()):
+        if before[label] != now[label]:
+            refuse(
+                f"the order of the data is not what was saved: {label} was {before[label]!r:.100} and is {now[label]} "
+                "now",
+                "build the sampler with the seed that was saved, or leave the loader out with skip= to begin the data "
+                "anew",
+            )
+
+
+def _length(sized: Any) -> int | None:
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
         return None
 
 

@@ -1,24 +1,28 @@
 """Rebuild the order of an epoch and go on at a position in it. Samplers enter; indices and states leave.
 
-The order of an epoch follows from the random state, the sampler's generators and its epoch at the moment of the first
-index. They are recorded then; to resume, the order is drawn again from them, and the indices that were used are
-dropped. A digest of these shows whether it is the same order.
+The order of an epoch follows from the random state, the sampler's generators, its epoch and its own state, where it has
+a `state_dict`, at the moment of the first index. They are recorded then; to resume, the order is drawn again from them,
+and the indices that were used are dropped. A digest of these shows whether it is the same order.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+import logging
+import pickle
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
 
 from holdfast.errors import StateMismatchError, UsageError
-from holdfast.state.loaders import find_generators, load_generators, samplers_of
+from holdfast.state.loaders import find_generators, generator_states, load_generators, samplers_of
 from holdfast.state.rng import get_rng_state, random_state_kept, set_rng_state
-from holdfast.state.wrappers import state_of
 
-__all__ = ["IndexIterator", "ResumableSampler", "epochs_of", "set_epochs"]
+__all__ = ["IndexIterator", "ResumableSampler", "epochs_of", "load_own_states", "own_states", "seeds_of", "set_epochs"]
+
+logger = logging.getLogger("holdfast")
 
 _GLOBAL = ("python", "numpy", "torch")
 _KEYS = {"count", "digest", "ended", "start"}
@@ -29,7 +33,7 @@ class ResumableSampler:
 
     sampler: what gives the indices, such as `RandomSampler(data, generator=generator)` or a batch sampler of yours. Its
         order may depend on Python's, NumPy's and torch's global random state when its first index is asked for, on
-        generators of torch or NumPy that are its attributes, and on `set_epoch`.
+        generators of torch, NumPy or Python that are its attributes, on `set_epoch`, and on its own `state_dict`.
 
     Other attributes are those of the sampler.
     """
@@ -67,11 +71,14 @@ class IndexIterator(Iterator[Any]):
 
     def __init__(self, sampler: Iterable[Any]) -> None:
         self._sampler = sampler
+        # The samplers whose own state moves with each index.
+        self.positional: set[str] = set()
         self._forget()
 
     def _forget(self) -> None:
         self._indices: Iterator[Any] | None = None
         self._peeked: list[Any] = []
+        self._after_first: dict[str, Any] = {}
         # Filled in place: a loader with workers takes the state before it draws the first indices ahead, and keeps it.
         self.start: dict[str, Any] = {}
         self.count = 0
@@ -87,10 +94,22 @@ class IndexIterator(Iterator[Any]):
             raise
         self.count += 1
         self.digest = hashlib.blake2b(self.digest + _text(index).encode(), digest_size=8).digest()
+        if self.count <= 2 and self.start["samplers"]:
+            self._note_positional()
         return index
 
+    def _note_positional(self) -> None:
+        """Note whose own state is a position. It must not be loaded at the beginning of an epoch: the sampler would
+        skip to there."""
+        states = own_states(self._sampler, self.positional)
+        if self.count == 1:
+            self._after_first = states
+            return
+        moved = {label for label, state in states.items() if not _same(state, self._after_first.get(label))}
+        self.positional |= moved
+
     def _begin(self) -> Iterator[Any]:
-        self.start.update(order_start(self._sampler))
+        self.start.update(order_start(self._sampler, self.positional))
         self._indices = iter(self._sampler)
         return self._indices
 
@@ -107,6 +126,17 @@ class IndexIterator(Iterator[Any]):
 
     def replay(self, state: Mapping[str, Any]) -> None:
         """Draw the order again and drop the indices that were used. Changes the random state of the process."""
+        if not state["start"].get("samplers"):
+            self._replay(state)
+            return
+        try:
+            load_own_states(self._sampler, state["start"]["samplers"])
+            self._replay(state)
+        except StateMismatchError:
+            # A state that turns out to be a position, of an epoch before this one.
+            self._replay(state)
+
+    def _replay(self, state: Mapping[str, Any]) -> None:
         set_order_start(self._sampler, state["start"])
         self._forget()
         indices = self._begin()
@@ -135,13 +165,14 @@ def _another_order(difference: str) -> StateMismatchError:
     )
 
 
-def order_start(sampler: Iterable[Any]) -> dict[str, Any]:
+def order_start(sampler: Iterable[Any], positional: Set[str] = frozenset()) -> dict[str, Any]:
     """Return all that the order of an epoch that begins now depends on."""
     everything = get_rng_state()
     return {
         "random": {name: everything[name] for name in _GLOBAL},
-        "generators": {label: state_of(generator) for label, generator in find_generators(sampler).items()},
+        "generators": generator_states(sampler),
         "epochs": epochs_of(sampler),
+        "samplers": own_states(sampler, positional),
     }
 
 
@@ -168,6 +199,60 @@ def set_epochs(owner: Any, epochs: Mapping[str, int]) -> None:
                 sampler.set_epoch(epochs[label])
             else:
                 sampler.epoch = epochs[label]
+
+
+def own_states(owner: Any, positional: Set[str] = frozenset()) -> dict[str, Any]:
+    """Return the state of each sampler that has both a state_dict and a load_state_dict, without those whose state is a
+    position in an epoch."""
+    return {
+        label: copy.deepcopy(sampler.state_dict())
+        for label, sampler in samplers_of(owner).items()
+        if _has_own_state(sampler) and label not in positional
+    }
+
+
+def load_own_states(owner: Any, states: Mapping[str, Any]) -> None:
+    samplers = {label: sampler for label, sampler in samplers_of(owner).items() if _has_own_state(sampler)}
+    if missing := sorted(type(owner).__name__ + (f".{label}" if label else "") for label in states.keys() - samplers):
+        logger.warning(
+            "the sampler %s was saved with a state_dict() and has none now: the order of its samples may not be the "
+            "one of the run that was saved",
+            ", ".join(missing),
+        )
+    for label in samplers.keys() & states.keys():
+        try:
+            samplers[label].load_state_dict(copy.deepcopy(states[label]))
+        except Exception as error:
+            raise StateMismatchError(
+                f"load_state_dict of the sampler {type(samplers[label]).__name__} raised {type(error).__name__}: "
+                f"{error}",
+                advice="build the sampler as it was when it was saved",
+            ) from error
+
+
+def _has_own_state(sampler: Any) -> bool:
+    # Of its class: a wrapper passes on what the sampler inside has. The state of torchdata's is a position.
+    methods = (getattr(type(sampler), name, None) for name in ("state_dict", "load_state_dict"))
+    return all(map(callable, methods)) and not hasattr(sampler, "next_yielded")
+
+
+def seeds_of(owner: Any) -> dict[str, int]:
+    """Return the seed of each sampler that has one. One with a state of its own may keep it there."""
+    return {
+        f"{label}.{name}" if label else name: seed
+        for label, sampler in samplers_of(owner).items()
+        if not _has_own_state(sampler)
+        for name, seed in getattr(sampler, "__dict__", {}).items()
+        if name in ("seed", "initial_seed") and isinstance(seed, int) and not isinstance(seed, bool)
+    }
+
+
+def _same(one: Any, other: Any) -> bool:
+    try:
+        return pickle.dumps(one) == pickle.dumps(other)
+    except Exception:
+        # What cannot be compared is not loaded.
+        return False
 
 
 def _text(index: Any) -> str:

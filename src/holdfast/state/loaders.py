@@ -9,6 +9,7 @@ random number would be another one. The same holds for generators that belong to
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -17,6 +18,7 @@ import numpy
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from holdfast.errors import StateMismatchError
 from holdfast.state.framework_wrappers import is_loader_adapter, loader_inside
 from holdfast.state.names import is_stateful_loader
 from holdfast.state.rng import random_state_kept
@@ -25,7 +27,9 @@ from holdfast.state.wrappers import check_plain_state, load_state, state_of
 logger = logging.getLogger("holdfast")
 
 __all__ = [
+    "check_generators",
     "find_generators",
+    "generator_states",
     "generators_kept",
     "load_generators",
     "load_loader_state",
@@ -42,6 +46,7 @@ _SAMPLERS_BELOW = ("sampler", "batch_sampler", _WRAPPED)
 
 _BUILD = "_get_iterator"
 _PENDING = "next_iter_state"
+_LEGACY = (random.Random, numpy.random.RandomState)
 _STATELESS_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
@@ -53,7 +58,7 @@ def loader_state(loader: Any) -> Any:
     generators = {} if is_loader_adapter(loader) else find_generators(loader)
     if not generators or not isinstance(state, dict):
         return state
-    return {**state, _GENERATORS: {label: state_of(generator) for label, generator in generators.items()}}
+    return {**state, _GENERATORS: generator_states(loader)}
 
 
 def load_loader_state(loader: Any, state: Any) -> None:
@@ -61,22 +66,72 @@ def load_loader_state(loader: Any, state: Any) -> None:
     saved = state.get(_GENERATORS) if isinstance(state, Mapping) else None
     generators = find_generators(loader)
     if saved is not None:
-        for label in generators.keys() & saved.keys():
-            check_plain_state(generators[label], saved[label])
+        check_generators(generators, saved)
     load_state(loader, state)
     if saved is not None:
         load_generators(generators, saved)
 
 
-def find_generators(owner: Any) -> dict[str, torch.Generator | numpy.random.Generator]:
-    """Return the generators that are attributes of a loader or a sampler, or of a sampler below it, each once."""
-    found: dict[str, torch.Generator | numpy.random.Generator] = {}
+def find_generators(owner: Any) -> dict[str, Any]:
+    """Return the generators that are attributes of a loader or a sampler, or of a sampler below it, each once: those of
+    torch, NumPy and Python."""
+    found: dict[str, Any] = {}
     for label, one in {"": owner, **samplers_of(owner)}.items():
         for name, value in getattr(one, "__dict__", {}).items():
             known = any(value is other for other in found.values())
-            if isinstance(value, torch.Generator | numpy.random.Generator) and not known:
+            if _is_generator(value) and not known:
                 found[f"{label}.{name}" if label else name] = value
     return found
+
+
+def generator_states(owner: Any) -> dict[str, Any]:
+    """Return the state of each generator of a loader or a sampler."""
+    return {label: _generator_state(generator) for label, generator in find_generators(owner).items()}
+
+
+def _is_generator(value: Any) -> bool:
+    if isinstance(value, torch.Generator | numpy.random.Generator):
+        return True
+    # Those of the modules themselves are part of the random state of the process, and the system's has no state.
+    if value is getattr(random, "_inst", None) or value is getattr(numpy.random.mtrand, "_rand", None):
+        return False
+    return isinstance(value, _LEGACY) and not isinstance(value, random.SystemRandom)
+
+
+def _generator_state(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return {"python": generator.getstate()}
+    if isinstance(generator, numpy.random.RandomState):
+        return {"numpy": generator.get_state(legacy=False)}
+    return state_of(generator)
+
+
+def _check_generator(generator: Any, state: Any) -> None:
+    if not isinstance(generator, _LEGACY):
+        check_plain_state(generator, state)
+        return
+    try:
+        # On one of its own: nothing has changed when the state is refused.
+        _load_legacy(type(generator)(), state)
+    except (TypeError, ValueError, KeyError, IndexError, OverflowError):
+        raise StateMismatchError(
+            f"this is no state of a {type(generator).__name__}",
+            advice="build the sampler as it was when it was saved, or leave the loader out with skip=",
+        ) from None
+
+
+def _load_generator(generator: Any, state: Any) -> None:
+    if isinstance(generator, _LEGACY):
+        _load_legacy(generator, state)
+    else:
+        load_state(generator, state)
+
+
+def _load_legacy(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state["python"])
+    else:
+        generator.set_state(state["numpy"])
 
 
 def samplers_of(owner: Any) -> dict[str, Any]:
@@ -93,11 +148,17 @@ def samplers_of(owner: Any) -> dict[str, Any]:
     return found
 
 
+def check_generators(generators: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Refuse what is no state of these generators, without changing any."""
+    for label in generators.keys() & saved.keys():
+        _check_generator(generators[label], saved[label])
+
+
 def load_generators(generators: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Set generators to the states that were saved; warn if there are others now."""
+    check_generators(generators, saved)
     for label in generators.keys() & saved.keys():
-        check_plain_state(generators[label], saved[label])
-        load_state(generators[label], saved[label])
+        _load_generator(generators[label], saved[label])
     if generators.keys() != saved.keys():
         logger.warning(
             "the loader or sampler was saved with the generators %s and has %s now: the order of its samples is not "
@@ -111,7 +172,7 @@ def load_generators(generators: Mapping[str, Any], saved: Mapping[str, Any]) -> 
 def generators_kept(owner: Any) -> Iterator[None]:
     """Put the generators of a loader back as they were, whatever runs inside."""
     generators = find_generators(owner)
-    before = {label: state_of(generator) for label, generator in generators.items()}
+    before = generator_states(owner)
     try:
         yield
     finally:

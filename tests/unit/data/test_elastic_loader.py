@@ -346,6 +346,39 @@ def test_a_resumed_pass_that_is_left_and_begun_anew_is_warned_of(caplog: pytest.
     assert "samples will be seen twice" in caplog.text
 
 
+def test_a_pass_does_not_go_on_after_another_epoch_was_set() -> None:
+    (loader,) = loaders(1)
+    running = iter(loader)
+    next(running)
+    loader.set_epoch(0)
+    next(running)
+    loader.sampler.set_epoch(1)
+    before = loader.state_dict()
+    with pytest.raises(UsageError, match="set to another epoch"):
+        next(running)
+    assert loader.state_dict() == before, "nothing is counted in the wrong epoch"
+    list(loader)
+    assert loader.epoch == 2
+
+
+def test_the_next_epoch_may_be_set_in_the_loop_at_the_last_batch() -> None:
+    (loader,) = loaders(1)
+    for number, _ in enumerate(loader, 1):
+        if number == len(loader):
+            loader.set_epoch(1)
+    assert loader.epoch == 1
+    assert len(list(loader)) == len(loader)
+
+
+def test_a_pass_that_has_ended_stays_ended_when_the_next_epoch_is_set() -> None:
+    (loader,) = loaders(1)
+    for epoch in range(2):
+        running = iter(loader)
+        list(running)
+        loader.set_epoch(epoch + 1)
+        assert list(running) == []
+
+
 def test_a_pass_does_not_go_on_after_a_restore() -> None:
     (loader,) = loaders(1)
     running = iter(loader)

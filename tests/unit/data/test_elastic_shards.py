@@ -272,6 +272,30 @@ def test_what_gives_up_a_restored_position_is_warned_of(caplog: pytest.LogCaptur
     assert "samples will be seen twice; use one iterator" in caplog.text
 
 
+def test_a_pass_does_not_go_on_after_another_epoch_was_set() -> None:
+    (loader,) = loaders(1)
+    running = iter(loader)
+    next(running)
+    loader.set_epoch(0)
+    next(running)
+    loader.set_epoch(1)
+    before = loader.state_dict()
+    with pytest.raises(UsageError, match="set to another epoch"):
+        next(running)
+    assert loader.state_dict() == before, "nothing is counted in the wrong epoch"
+    list(loader)
+    assert loader.epoch == 2
+
+
+def test_a_pass_that_has_ended_stays_ended_when_the_next_epoch_is_set() -> None:
+    (loader,) = loaders(1)
+    for epoch in range(2):
+        running = iter(loader)
+        list(running)
+        loader.set_epoch(epoch + 1)
+        assert list(running) == []
+
+
 def test_a_pass_does_not_go_on_after_a_restore() -> None:
     (loader,) = loaders(1)
     running = iter(loader)

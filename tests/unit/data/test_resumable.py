@@ -78,6 +78,59 @@ class CountingSampler:
         return iter(torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.epoch)).tolist())
 
 
+class OwnGeneratorSampler:
+    """A sampler of a user's that shuffles with a generator of Python's or of NumPy's older kind."""
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(SAMPLES))
+        self.source.shuffle(order)
+        return iter(order)
+
+
+class StatefulSampler:
+    """A sampler of a user's with a state: how many epochs it began."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        yield from torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.passes)).tolist()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"passes": self.passes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.passes = state["passes"]
+
+
+class PositionSampler:
+    """A sampler of a user's whose state is a position: after it was loaded, the next epoch begins there."""
+
+    def __init__(self) -> None:
+        self.given = self.skipped = 0
+
+    def __iter__(self) -> Iterator[int]:
+        skipped, self.skipped = self.skipped, 0
+        for self.given in range(skipped + 1, SAMPLES + 1):
+            yield self.given - 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.skipped = state["given"]
+
+
+def torchdata_sampler() -> Any:
+    from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+    return StatefulDistributedSampler(Rows(), num_replicas=2, rank=1)
+
+
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(4)
 
@@ -113,6 +166,12 @@ ORDERS = {
     "sampler with NumPy's generator": built(sampler=NumpySampler),
     "sampler with Python's generator": built(sampler=PythonSampler),
     "sampler that counts its epochs": built(sampler=CountingSampler),
+    "sampler with a Random": built(sampler=lambda: OwnGeneratorSampler(random.Random(3))),
+    "sampler with a RandomState": built(sampler=lambda: OwnGeneratorSampler(numpy.random.RandomState(3))),
+    "sampler with a state": built(sampler=StatefulSampler),
+    "sampler with a state in a batch sampler": lambda: DataLoader(Rows(), batch_sampler=batched(StatefulSampler)()),
+    "sampler whose state is a position": built(sampler=PositionSampler),
+    "torchdata's sampler, whose state is a position": built(sampler=torchdata_sampler),
 }
 
 
@@ -258,12 +317,62 @@ def test_an_epoch_that_was_left_is_gone_on_with_after_a_restore_unless_it_was_en
     assert rows(next(iter(second))) == [0, 1]
 
 
-def test_the_state_is_that_of_the_iterator_that_was_built_last() -> None:
+def test_the_state_is_that_of_the_iterator_that_was_built_last_and_an_earlier_one_does_not_go_on() -> None:
     loader = ResumableLoader(DataLoader(Rows(), batch_size=2))
     one, other = iter(loader), iter(loader)
-    next(other), next(one), next(one)
+    next(other)
+    for _ in range(2):
+        with pytest.raises(UsageError, match="after another pass was begun"):
+            next(one)
     assert loader.state_dict()["batches"] == 1
     assert rows(next(iter(resumed(loader, DataLoader(Rows(), batch_size=2))))) == [2, 3]
+
+
+def test_an_iterator_does_not_go_on_after_a_restore() -> None:
+    loader = ResumableLoader(DataLoader(Rows(), batch_size=2))
+    running = iter(loader)
+    next(running)
+    loader.load_state_dict(loader.state_dict())
+    with pytest.raises(UsageError, match="a pass over a ResumableLoader goes on after the loader was restored"):
+        next(running)
+    assert rows(next(iter(loader))) == [2, 3]
+
+
+def test_an_iterator_that_has_ended_stays_ended_in_later_epochs() -> None:
+    loader = ResumableLoader(DataLoader(Rows(), batch_size=2))
+    ended = iter(loader)
+    list(ended)
+    next(iter(loader))
+    assert list(ended) == []
+
+
+def test_a_resumed_epoch_that_is_left_for_a_new_one_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    second = resumed(stopped(2)[0])
+    next(iter(second))
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        list(second)
+        assert "was left after 3 batches of its epoch, and a new epoch begins" in caplog.text
+        caplog.clear()
+        next(iter(second))
+        list(second)
+    assert caplog.text == "", "once"
+
+
+def test_a_resumed_epoch_that_is_over_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        for batches, taken in [(0, 1), (2, 4), (2, 99)]:
+            second = resumed(stopped(batches)[0])
+            for _ in zip(range(taken), second, strict=False):
+                pass
+            list(second)
+        second = resumed(stopped(2)[0])
+        next(iter(second))
+        second.end_epoch()
+        list(second)
+        second = resumed(stopped(2)[0])
+        next(iter(second))
+        list(resumed(second))
+    assert caplog.text == ""
 
 
 class Broken(Rows):
@@ -329,6 +438,57 @@ def test_after_the_last_batch_another_epoch_is_begun() -> None:
     assert [rows(batch) for batch in second] == [rows(batch) for batch in of_rank(4)[1]]
 
 
+# The sampler's own state and its seed
+
+
+def over(sampler: Any) -> DataLoader[Any]:
+    return DataLoader(Rows(), batch_size=2, sampler=sampler)
+
+
+def test_a_sampler_with_another_seed_is_refused() -> None:
+    first = stopped(0, of_rank(0)[1])[0]
+    other: DistributedSampler[Any] = DistributedSampler(Rows(), 2, 0, seed=4)
+    with pytest.raises(StateMismatchError, match=r"sampler\.seed was 0 and is 4 now"):
+        resumed(first, over(other))
+
+
+def test_a_sampler_with_another_initial_seed_is_refused() -> None:
+    def seeded(number: int) -> DataLoader[Any]:
+        sampler = PythonSampler()
+        sampler.initial_seed = number  # type: ignore[attr-defined]
+        return over(sampler)
+
+    first = stopped(0, seeded(1))[0]
+    resumed(first, seeded(1))
+    with pytest.raises(StateMismatchError, match=r"sampler\.initial_seed was 1 and is 2 now"):
+        resumed(first, seeded(2))
+
+
+def test_a_sampler_that_does_not_take_its_state_is_an_error() -> None:
+    first = stopped(1, over(StatefulSampler()))[0]
+    with pytest.raises(StateMismatchError, match="load_state_dict of the sampler PositionSampler raised KeyError"):
+        resumed(first, over(PositionSampler()))
+
+
+def test_a_sampler_that_had_a_state_and_has_none_now_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    first = stopped(1, over(StatefulSampler()))[0]
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        resumed(first, over(PythonSampler()))
+    assert "the sampler BatchSampler.sampler was saved with a state_dict() and has none now" in caplog.text
+
+
+def test_a_generator_of_a_sampler_that_is_another_one_now_is_refused() -> None:
+    first = stopped(1, over(OwnGeneratorSampler(random.Random(3))))[0]
+    second = OwnGeneratorSampler(numpy.random.RandomState(5))
+    with pytest.raises(StateMismatchError, match="no state of a RandomState"):
+        resumed(first, over(second))
+
+
+def test_a_sampler_with_the_generators_of_the_modules_leaves_them_to_the_random_state() -> None:
+    for source in (numpy.random.mtrand._rand, random._inst, random.SystemRandom()):  # type: ignore[attr-defined]
+        assert ResumableLoader(over(OwnGeneratorSampler(source))).state_dict()["generators"] == {}
+
+
 # An order that is not the same
 
 
@@ -343,10 +503,8 @@ class LazySampler:
 @pytest.mark.parametrize(
     ("before", "now", "match"),
     [
-        (built(shuffle=True), lambda: DataLoader(Rows(40), batch_size=2, shuffle=True), "first 4 differ"),
         (built(shuffle=True), built(), "first 4 differ"),
         (built(), built(batch_size=3), "first 4 differ"),
-        (built(), lambda: DataLoader(Rows(5), batch_size=2), "4 were used, and now there are 3"),
         (built(sampler=LazySampler), built(sampler=LazySampler), "first 4 differ"),
     ],
 )
@@ -368,8 +526,88 @@ def test_an_order_that_cannot_be_rebuilt_is_an_error_each_time(
     assert len(list(second)) > 0
 
 
+@pytest.mark.parametrize("batches", [0, 2])
+@pytest.mark.parametrize("count", [SAMPLES - 1, SAMPLES + 3])
+def test_a_dataset_of_another_length_is_refused(count: int, batches: int) -> None:
+    first = stopped(batches, DataLoader(Rows(), batch_size=2))[0]
+    with pytest.raises(StateMismatchError, match=f"the dataset had {SAMPLES} samples and has {count} now"):
+        resumed(first, DataLoader(Rows(count), batch_size=2))
+
+
+def test_a_sampler_of_another_length_is_refused() -> None:
+    def over(count: int) -> DataLoader[Any]:
+        return DataLoader(Rows(), batch_size=2, sampler=range(count))
+
+    with pytest.raises(StateMismatchError, match="the sampler had 8 samples and has 6 now"):
+        resumed(stopped(2, over(8))[0], over(6))
+
+
+class GrowingSampler(CountingSampler):
+    """A sampler of a user's that gives more in every epoch."""
+
+    def __len__(self) -> int:
+        return 4 + self.epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        return iter(range(len(self)))
+
+
+def test_the_length_of_a_sampler_is_that_of_the_epoch() -> None:
+    first = ResumableLoader(DataLoader(Rows(), sampler=GrowingSampler()))
+    list(first)
+    iterator = iter(first)
+    next(iterator)
+    second = resumed(first, DataLoader(Rows(), sampler=GrowingSampler()))
+    assert [rows(batch) for batch in second] == [rows(batch) for batch in iterator] == [[1], [2], [3], [4], [5]]
+
+
+def test_a_state_of_an_earlier_version_has_no_lengths_seeds_and_states_of_samplers_and_is_taken_up() -> None:
+    first, rest = stopped(2)
+    state = first.state_dict()
+    del state["lengths"], state["seeds"], state["samplers"], state["start"]["samplers"]
+    second = ResumableLoader(DataLoader(Rows(), batch_size=2, shuffle=True))
+    second.load_state_dict(state)
+    assert [rows(batch) for batch in second] == rest
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"batches": -1},
+        {"batches": "2"},
+        {"begun": 1},
+        {"digest": None},
+        {"digest": "zz"},
+        {"drawn": None},
+        {"epochs": []},
+        {"generators": None},
+        {"lengths": 7},
+        {"samplers": 7},
+        {"seeds": 7},
+        {"seed": 3},
+        {"start": {}},
+        {"start": {"random": {}}},
+        {"start": {"random": {}, "generators": {}, "epochs": {}}},
+        {"start": []},
+        {"workers_running": None},
+        {"generators": {"generator": {"state": 4}}},
+    ],
+)
+def test_a_damaged_state_is_refused_before_anything_changes(wrong: dict[str, Any]) -> None:
+    plain = DataLoader(Rows(), batch_size=2, shuffle=True, generator=generator())
+    loader, rest = stopped(2, plain)
+    for take_up in (loader.check_state_dict, loader.load_state_dict):
+        with pytest.raises(StateMismatchError):
+            take_up({**loader.state_dict(), **wrong})
+    again = resumed(loader, DataLoader(Rows(), batch_size=2, shuffle=True, generator=generator()))
+    assert [rows(batch) for batch in again] == rest
+
+
 def test_a_state_of_something_else_is_refused() -> None:
     loader = ResumableLoader(DataLoader(Rows()))
+    with pytest.raises(StateMismatchError, match="no state of a ResumableLoader"):
+        loader.check_state_dict({"_num_yielded": 3})
     with pytest.raises(StateMismatchError, match="no state of a ResumableLoader"):
         loader.load_state_dict({"_num_yielded": 3})
     with pytest.raises(StateMismatchError, match="no state of a ResumableLoader"):

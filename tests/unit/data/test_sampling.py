@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +25,35 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(4)
 
 
+class Shuffled:
+    """A sampler of a user's with a generator of its own, of Python's or of NumPy's older kind."""
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(SAMPLES))
+        self.source.shuffle(order)
+        return iter(order)
+
+
+class Counted:
+    """A sampler of a user's with a state that is no position: how many epochs it began."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter(torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.passes)).tolist())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"passes": self.passes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.passes = state["passes"]
+
+
 SAMPLERS: dict[str, Callable[[], Any]] = {
     "random": lambda: RandomSampler(range(SAMPLES)),
     "random with a generator": lambda: RandomSampler(range(SAMPLES), generator=generator()),
@@ -31,6 +61,9 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
     "weighted": lambda: WeightedRandomSampler([1.0] * SAMPLES, SAMPLES),
     "subset": lambda: SubsetRandomSampler(range(0, SAMPLES, 2), generator()),
     "distributed": lambda: DistributedSampler(range(SAMPLES), 2, 1),  # type: ignore[arg-type]
+    "Random": lambda: Shuffled(random.Random(3)),
+    "RandomState": lambda: Shuffled(numpy.random.RandomState(3)),
+    "state of its own": Counted,
 }
 
 
