@@ -107,6 +107,23 @@ def test_stock_lightning_goes_wrong_where_this_is_exact(kind: str, tmp_path: Pat
     assert samples != [batch[2] for batch in resumed["seen"]]
 
 
+@pytest.mark.slow
+def test_metrics_that_were_logged_before_a_resume_are_known_after_it(tmp_path: Path) -> None:
+    """Validations come after the batches 5 and 10 of an epoch, and the scheduler's step at its end."""
+    module, saving = partial(Net, plateau="epoch"), {"monitor": "val_loss", "every_n_train_steps": 1, "save_top_k": -1}
+    options: dict[str, Any] = {"val_check_interval": 5, "max_epochs": 2}
+
+    def scores(run: Path) -> dict[int, float | None]:
+        return {found.step: found.metrics.get("val_loss") for found in holdfast.checkpoints(run)}
+
+    whole = result(
+        train(HoldfastCheckpoint(tmp_path / "whole", save_mode="sync", **saving), module=seeded(module), **options)
+    )
+    resumed = interrupted(tmp_path / "resumed", 10, module=module, saving=saving, **options)
+    assert (len(resumed["seen"]), resumed) == (14, tail_of(whole, resumed))
+    assert scores(tmp_path / "resumed") == scores(tmp_path / "whole")
+
+
 def killed_alone(rank: int, run: Path, batch: int) -> None:
     train(HoldfastCheckpoint(run, every_n_train_steps=1), Stop(batch, kill=True), module=seeded(Net))
 
