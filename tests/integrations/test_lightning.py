@@ -424,6 +424,32 @@ def test_the_best_weights_are_tested_by_name_and_by_path(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+def test_the_last_weights_are_tested_by_name_and_by_run(tmp_path: Path) -> None:
+    class Tested(Net):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("weight", self.net[0].weight.sum().item())
+
+    data, run = DataLoader(Samples(), 24), tmp_path / "run"
+
+    def tested(trainer: Trainer, path: Any) -> float:
+        return float(trainer.test(Tested(), data, ckpt_path=path, verbose=False)[0]["weight"])
+
+    trainer, net = trainer_with(HoldfastCheckpoint(run, monitor="val_loss"), max_epochs=2), Tested()
+    trainer.fit(net, data, data)
+    trained = pytest.approx(net.net[0].weight.sum().item())
+    assert tested(trainer, "last") == trained
+    for path in ("last", str(run)):
+        assert tested(trainer_with(HoldfastCheckpoint(run)), path) == trained
+    with pytest.raises(holdfast.UsageError, match="the run has no checkpoint"):
+        tested(trainer_with(HoldfastCheckpoint(tmp_path / "new")), "last")
+    with pytest.raises(holdfast.UsageError, match="is a folder, and neither a checkpoint nor a run"):
+        tested(trainer_with(HoldfastCheckpoint(run)), str(tmp_path))
+    for refused in (run, tmp_path / "new"):
+        with pytest.raises(holdfast.UsageError, match="leave ckpt_path out"):
+            trainer_with(HoldfastCheckpoint(refused)).fit(Tested(), data, ckpt_path="last")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stock", "kind"),
     [

@@ -18,6 +18,7 @@ import torch
 import holdfast
 from holdfast.integrations.lightning.arguments import Intervals, checked_options, policy_of
 from holdfast.integrations.lightning.framework import Checkpoint, lightning
+from holdfast.integrations.lightning.last_path import follow_last_path
 from holdfast.integrations.lightning.loops import Boundary, Loops
 from holdfast.integrations.lightning.metrics import logged_metrics, set_metrics
 from holdfast.integrations.lightning.ranking import RankedRun
@@ -27,6 +28,8 @@ from holdfast.integrations.lightning.state import TrainerState, plain_hyper_para
 logger = logging.getLogger("holdfast")
 
 __all__ = ["HoldfastCheckpoint"]
+
+follow_last_path()
 
 
 @dataclass(frozen=True)
