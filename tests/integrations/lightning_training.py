@@ -122,9 +122,14 @@ class Stop(pl.Callback):  # type: ignore[misc]
 
 
 def loader(kind: str) -> Any:
-    """Return a training loader. `kind` has what is special about it: "stateful", "workers", "sequential", "generator",
-    "distributed", "stream", "still" for samples without noise; a "plain" one is shuffled."""
-    options: dict[str, Any] = {"batch_size": BATCH, "num_workers": 2 if "workers" in kind else 0}
+    """Return a training loader. `kind` has what is special about it: "stateful", "workers", "persistent", "sequential",
+    "generator", "distributed", "stream", "large" for larger batches, "still" for samples without noise; a "plain"
+    one is shuffled."""
+    options: dict[str, Any] = {
+        "batch_size": 8 if "large" in kind else BATCH,
+        "num_workers": 2 if "workers" in kind else 0,
+    }
+    options["persistent_workers"] = "persistent" in kind
     dataset: Any = Samples(noise=0.0 if "still" in kind else 0.01)
     if "stream" in kind:
         dataset = StatefulStream() if "stateful" in kind else Stream()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 import holdfast
 from holdfast.storage.registry import open_storage
@@ -28,7 +29,7 @@ from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 
 from holdfast.integrations.lightning import HoldfastCheckpoint
-from tests.integrations.lightning_training import Net, Samples, Stop, StopTraining, result, train
+from tests.integrations.lightning_training import Net, Samples, Stop, StopTraining, Stream, result, train
 
 BATCHES = 36  # of three epochs
 
@@ -61,6 +62,8 @@ def uninterrupted(*, module: Callable[[], Net] = Net, saving: Any = None, **opti
     [
         ((5, 12, 13), {}),
         ((14,), {"kind": "workers"}),
+        ((5,), {"kind": "persistent workers"}),
+        ((12, 14), {"kind": "still persistent workers"}),
         ((5, 12, 13), {"kind": "stateful"}),
         ((5, 12), {"kind": "generator"}),
         ((5, 12, 13), {"kind": "stateful stream"}),
@@ -105,6 +108,70 @@ def test_stock_lightning_goes_wrong_where_this_is_exact(kind: str, tmp_path: Pat
     assert len(theirs["seen"]) == len(resumed["seen"])
     samples = [batch[2] for batch in theirs["seen"]]
     assert samples != [batch[2] for batch in resumed["seen"]]
+
+
+@pytest.mark.slow
+def test_metrics_that_were_logged_before_a_resume_are_known_after_it(tmp_path: Path) -> None:
+    """Validations come after the batches 5 and 10 of an epoch, and the scheduler's step at its end."""
+    module = partial(Net, plateau="epoch")
+    saving: dict[str, Any] = {"monitor": "val_loss", "every_n_train_steps": 1, "save_top_k": -1}
+    options: dict[str, Any] = {"val_check_interval": 5, "max_epochs": 2}
+
+    def scores(run: Path) -> dict[int, float | None]:
+        return {found.step: found.metrics.get("val_loss") for found in holdfast.checkpoints(run)}
+
+    whole = result(
+        train(HoldfastCheckpoint(tmp_path / "whole", save_mode="sync", **saving), module=seeded(module), **options)
+    )
+    resumed = interrupted(tmp_path / "resumed", 10, module=module, saving=saving, **options)
+    assert (len(resumed["seen"]), resumed) == (14, tail_of(whole, resumed))
+    assert scores(tmp_path / "resumed") == scores(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["plain", "stream"])
+def test_a_resume_with_less_data_than_was_trained_on_is_an_error(kind: str, tmp_path: Path) -> None:
+    def short() -> Any:
+        return DataLoader(Subset(Samples(), range(16)), 4) if kind == "plain" else DataLoader(Short(), 4)
+
+    class Short(Stream):
+        def __iter__(self) -> Any:
+            return itertools.islice(super().__iter__(), 16)
+
+    with pytest.raises(StopTraining):
+        train(HoldfastCheckpoint(tmp_path, every_n_train_steps=1, save_mode="sync"), Stop(8), kind=kind)
+    with pytest.raises(holdfast.StateMismatchError, match="8 batches of this epoch are done, and the training data"):
+        trainer_with(HoldfastCheckpoint(tmp_path), max_epochs=3).fit(Net(), short())
+    strategy = holdfast.LoadStrategy(skip=("loader",))
+    trainer = trainer_with(HoldfastCheckpoint(tmp_path, strategy=strategy), max_epochs=2)
+    trainer.fit(Net(), short())
+    # Lightning ends an epoch of known length after one more batch, and any other at the end of its data.
+    assert (trainer.global_step, trainer.current_epoch) == (8 + (1 if kind == "plain" else 4) + 4, 2)
+
+
+@pytest.mark.slow
+def test_a_resume_with_other_data_in_the_middle_of_an_epoch_warns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(StopTraining):
+        train(HoldfastCheckpoint(tmp_path, every_n_train_steps=5, save_mode="sync"), Stop(5))
+
+    def warnings_of(kind: str) -> str:
+        caplog.clear()
+        train(HoldfastCheckpoint(tmp_path, selector=5, save_top_k=-1), kind=kind, max_epochs=1)
+        return "".join(record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+
+    assert "not that of the saved position" not in warnings_of("plain")
+    assert "batch size was 4 and is 8, number of batches was 12 and is 6" in warnings_of("large")
+    assert "sampler was RandomSampler and is SequentialSampler; " in warnings_of("sequential")
+
+
+@pytest.mark.slow
+def test_workers_that_outlive_an_epoch_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for stop, warned in ((5, False), (12, True), (14, True)):
+        caplog.clear()
+        interrupted(tmp_path / str(stop), stop, kind="persistent workers", max_epochs=2)
+        assert any("persistent_workers=True" in record.getMessage() for record in caplog.records) is warned, stop
 
 
 def killed_alone(rank: int, run: Path, batch: int) -> None:
@@ -354,6 +421,32 @@ def test_the_best_weights_are_tested_by_name_and_by_path(tmp_path: Path) -> None
     holdfast.load_weights(fresh, callback.best_model_path)
     assert by_name["weight"] == by_path["weight"] == pytest.approx(fresh.net[0].weight.sum().item())
     assert by_name["weight"] != pytest.approx(latest)
+
+
+@pytest.mark.slow
+def test_the_last_weights_are_tested_by_name_and_by_run(tmp_path: Path) -> None:
+    class Tested(Net):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("weight", self.net[0].weight.sum().item())
+
+    data, run = DataLoader(Samples(), 24), tmp_path / "run"
+
+    def tested(trainer: Trainer, path: Any) -> float:
+        return float(trainer.test(Tested(), data, ckpt_path=path, verbose=False)[0]["weight"])
+
+    trainer, net = trainer_with(HoldfastCheckpoint(run, monitor="val_loss"), max_epochs=2), Tested()
+    trainer.fit(net, data, data)
+    trained = pytest.approx(net.net[0].weight.sum().item())
+    assert tested(trainer, "last") == trained
+    for path in ("last", str(run)):
+        assert tested(trainer_with(HoldfastCheckpoint(run)), path) == trained
+    with pytest.raises(holdfast.UsageError, match="the run has no checkpoint"):
+        tested(trainer_with(HoldfastCheckpoint(tmp_path / "new")), "last")
+    with pytest.raises(holdfast.UsageError, match="is a folder, and neither a checkpoint nor a run"):
+        tested(trainer_with(HoldfastCheckpoint(run)), str(tmp_path))
+    for refused in (run, tmp_path / "new"):
+        with pytest.raises(holdfast.UsageError, match="leave ckpt_path out"):
+            trainer_with(HoldfastCheckpoint(refused)).fit(Tested(), data, ckpt_path="last")
 
 
 @pytest.mark.slow

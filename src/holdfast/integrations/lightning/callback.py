@@ -18,7 +18,9 @@ import torch
 import holdfast
 from holdfast.integrations.lightning.arguments import Intervals, checked_options, policy_of
 from holdfast.integrations.lightning.framework import Checkpoint, lightning
+from holdfast.integrations.lightning.last_path import follow_last_path
 from holdfast.integrations.lightning.loops import Boundary, Loops
+from holdfast.integrations.lightning.metrics import logged_metrics, set_metrics
 from holdfast.integrations.lightning.ranking import RankedRun
 from holdfast.integrations.lightning.reading import ReadingIO, two_sources
 from holdfast.integrations.lightning.state import TrainerState, plain_hyper_parameters
@@ -26,6 +28,8 @@ from holdfast.integrations.lightning.state import TrainerState, plain_hyper_para
 logger = logging.getLogger("holdfast")
 
 __all__ = ["HoldfastCheckpoint"]
+
+follow_last_path()
 
 
 @dataclass(frozen=True)
@@ -257,6 +261,7 @@ class HoldfastCheckpoint(RankedRun, Checkpoint):  # type: ignore[misc]
             return
         own = training.state.take_up()
         self._deferred = bool(own.get("deferred", False))
+        set_metrics(trainer, own.get("metrics", {}))
         self._last_step_saved = trainer.global_step
 
     def _is_idle(self, trainer: Any) -> bool:
@@ -295,10 +300,11 @@ class HoldfastCheckpoint(RankedRun, Checkpoint):  # type: ignore[misc]
 
     def _save(self, trainer: Any, training: _Training, boundary: Boundary) -> None:
         manager, loops, state = training.manager, training.loops, training.state
-        metrics = _numbers(trainer.callback_metrics)
+        logged = logged_metrics(trainer)
+        metrics = {name: float(value) for name, value in logged.items()}
         if not self._is_worth_it(trainer, training, metrics) and not manager.should_stop:
             return
-        state.take(boundary, {"deferred": self._deferred})
+        state.take(boundary, {"deferred": self._deferred, "metrics": logged})
         data = trainer.datamodule
         manager.save(
             trainer.global_step,
@@ -386,13 +392,3 @@ def _numbered(name: str, objects: Any) -> dict[str, Any]:
     """Return components as an imported Lightning checkpoint has them: numbered where there are several."""
     listed = list(objects)
     return {name: listed[0]} if len(listed) == 1 else {f"{name}_{number}": one for number, one in enumerate(listed)}
-
-
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics that are single numbers."""
-    found = {}
-    for name, value in metrics.items():
-        tensor = torch.as_tensor(value)
-        if tensor.numel() == 1:
-            found[name] = float(tensor)
-    return found

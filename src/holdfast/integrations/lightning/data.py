@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 import holdfast
+from holdfast.integrations.lightning.loader_changes import changes_of_loaders, described_loaders
 
 logger = logging.getLogger("holdfast")
 
@@ -72,7 +73,11 @@ class DataPosition:
     def note_building(self) -> dict[str, Any]:
         """Return what an iterator that is built next depends on; `note_built` takes it when one was."""
         loaders = self._loaders()
-        return {"rng": holdfast.get_rng_state(), "generators": _states(_generators(loaders))}
+        return {
+            "rng": holdfast.get_rng_state(),
+            "generators": _states(_generators(loaders)),
+            "starts_workers": [_keeps_workers(loader) and loader._iterator is None for loader in loaders],
+        }
 
     def note_built(self, before: dict[str, Any]) -> None:
         """Note that an iterator was built: no batch of it is trained on yet."""
@@ -103,6 +108,7 @@ class DataPosition:
             "batches": self._batches,
             "at_epoch_end": self.at_epoch_end,
             "generators": _states(_generators(loaders)),
+            "described": described_loaders(loaders),
         }
         if fetcher.length is None and self._ahead is not None and not self.at_epoch_end:
             state["ahead"] = self._ahead["rng"]
@@ -144,16 +150,36 @@ class DataPosition:
         # Loaders without a state have nothing to take up between two epochs.
         for loader, state in zip(loaders, _loader_states(pending, loaders), strict=False):
             loader.load_state_dict(state)
-            if isinstance(loader, torch.utils.data.DataLoader):
+            if isinstance(loader, DataLoader):
                 # Its sampler and its dataset take their state up when an iterator is built.
                 iter(loader)
         _set_states(_generators(loaders), pending.get("generators"))
+        _warn_of_kept_workers(loaders)
 
     def take_up_mid_epoch(self, batches: int) -> None:
         """Bring the fetcher to the batch after the last that was trained on, with the sampler's epoch set by now.
 
         `batches` is how many of the epoch are done.
         """
+        done = batches if self._pending is None else self._pending["batches"]
+        try:
+            self._take_up(batches)
+        except StopIteration:
+            # Lightning would take it for the end of the training.
+            raise _too_short(done, None) from None
+
+    def warn_of_changes(self) -> None:
+        """Warn of loaders that are not those of the saved position."""
+        loaders = self._loaders()
+        changes = changes_of_loaders((self._pending or {}).get("described") or described_loaders(loaders), loaders)
+        if changes:
+            logger.warning(
+                "the training data is not that of the saved position: %s; the position counts batches, so this epoch "
+                "may train on samples twice, or leave some out",
+                ", ".join(changes),
+            )
+
+    def _take_up(self, batches: int) -> None:
         fetcher = self._fit_loop._data_fetcher
         loaders = self._loaders()
         pending, self._pending = self._pending, None
@@ -168,6 +194,8 @@ class DataPosition:
             self.note_built(noted)
             fetcher.fetched += batches
             return
+        if fetcher.length is not None and pending["batches"] > fetcher.length:
+            raise _too_short(pending["batches"], fetcher.length)
         states = _loader_states(pending, loaders)
         self._built, self._first_fetch = pending.get("built", {}), pending.get("first_fetch")
         self._batches = pending["batches"]
@@ -191,9 +219,11 @@ class DataPosition:
         if self._built:
             holdfast.set_rng_state(self._built["rng"])
             _set_states(_generators(loaders), self._built["generators"])
+            _stop_workers(loaders, self._built.get("starts_workers", ()))
         else:
             _warn_of_drawn_order(loaders)
         _warn_of_cycles(fetcher, loaders, self._batches)
+        _warn_of_kept_workers(loaders)
         iter(fetcher)
         if self._first_fetch is not None:
             holdfast.set_rng_state(self._first_fetch)
@@ -204,6 +234,38 @@ class DataPosition:
                 # With the last of them Lightning reads the next batch, which is trained on.
                 holdfast.set_rng_state(ahead)
             next(fetcher)
+
+
+def _too_short(done: int, length: int | None) -> holdfast.StateMismatchError:
+    now = "fewer" if length is None else length
+    return holdfast.StateMismatchError(
+        f"{done} batches of this epoch are done, and the training data now has {now}",
+        component="loader",
+        advice="give fit the data of the training that was saved, resume a checkpoint from the end of an epoch with "
+        "selector=, or pass strategy=LoadStrategy(skip=('loader',)) to go on without the position",
+    )
+
+
+def _keeps_workers(loader: Any) -> bool:
+    return type(loader) is DataLoader and loader.persistent_workers and loader.num_workers > 0
+
+
+def _stop_workers(loaders: Sequence[Any], started: Sequence[bool]) -> None:
+    """Stop the workers of loaders that had none when the iterator was built: it draws the seed of new ones."""
+    for loader, new in zip(loaders, started, strict=False):
+        if new and _keeps_workers(loader) and loader._iterator is not None:
+            loader._iterator._shutdown_workers()
+            loader._iterator = None
+
+
+def _warn_of_kept_workers(loaders: Sequence[Any]) -> None:
+    """Warn of workers that went on from an earlier epoch: the random state that they had by then is in them alone."""
+    if any(_keeps_workers(loader) and loader._iterator is not None for loader in loaders):
+        logger.warning(
+            "a training loader has persistent_workers=True: the order of the data is that of the run that was saved, "
+            "and random numbers that its workers draw, as for augmentations, are others; they are the same without "
+            "persistent_workers"
+        )
 
 
 def _read_ahead(fetcher: Any, random_state: Any) -> None:

@@ -189,6 +189,7 @@ class Loops:
             self._resume = None
             # From here on nothing is a restart: Lightning would leave out a validation or the step of a scheduler.
             self._mark(fit=False, epoch=False, validation=False)
+            self.position.warn_of_changes()
             if not self.is_last_batch():
                 self.position.take_up_mid_epoch(self.batches_done)
             self.rng.take_up()

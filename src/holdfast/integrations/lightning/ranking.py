@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -20,6 +20,7 @@ class RankedRun:
     monitor: str | None
     mode: str
     save_top_k: int
+    resume: Literal["auto", "required", "never"]
     _storage: Any
 
     @property

@@ -25,17 +25,36 @@ class ReadingIO(CheckpointIO):  # type: ignore[misc]
         self.wrapped.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
     def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> Any:
-        if not (Path(path).is_dir() and (Path(path) / "manifest.json").exists()):
-            return self.wrapped.load_checkpoint(path, *args, **options)
+        folder = _checkpoint_folder(path)
+        if folder is None:
+            try:
+                return self.wrapped.load_checkpoint(path, *args, **options)
+            except IsADirectoryError:
+                raise holdfast.UsageError(
+                    f"ckpt_path={str(path)!r} is a folder, and neither a checkpoint nor a run that has one",
+                    advice="give the folder of a run or of a checkpoint, 'best', 'last', or a file of Lightning",
+                ) from None
         if self._trainer.state.fn == "fit":
             raise two_sources(path, self._run)
-        return _read(Path(path), self._trainer.lightning_module)
+        return _read(folder, self._trainer.lightning_module)
 
     def remove_checkpoint(self, path: Any) -> None:
         self.wrapped.remove_checkpoint(path)
 
     def teardown(self) -> None:
         self.wrapped.teardown()
+
+
+def _checkpoint_folder(path: Any) -> Path | None:
+    """Return the folder of the checkpoint at a path, of the latest one where it is a run; None where it is neither."""
+    folder = Path(path)
+    if not folder.is_dir() or (folder / "manifest.json").exists():
+        return folder if folder.is_dir() else None
+    try:
+        found = holdfast.checkpoints(folder)
+    except holdfast.CheckpointNotFoundError:
+        return None
+    return Path(found[0].path) if found else None
 
 
 class _Kept:
