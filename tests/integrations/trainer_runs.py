@@ -149,13 +149,13 @@ def result_of(trainer: Any) -> Result:
 
 
 def train_until_killed(rank: int, folder: Path, kill_at: int, changes: dict[str, Any]) -> None:
-    """Train without a break and keep the result; then train again, and on the last rank be killed in a forward pass."""
+    """Train without a break and keep the result; then train again, and be killed in a forward pass, on every rank: one
+    that is left may wait in a collective of gloo for as long as the process group waits."""
     ranks = int(os.environ["WORLD_SIZE"])
     trainer = make(folder / "whole", ranks=ranks, options={}, **changes)
     trainer.train()
     torch.save(result_of(trainer), folder / f"expected-{rank}.pt")
-    callbacks = [Stop(kill_at, kill=True)] if rank == ranks - 1 else []
-    make(folder / "run", *callbacks, ranks=ranks, options={}, **changes).train()
+    make(folder / "run", Stop(kill_at, kill=True), ranks=ranks, options={}, **changes).train()
 
 
 def resume_killed(rank: int, folder: Path, changes: dict[str, Any]) -> tuple[Result, Result]:
