@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -376,6 +377,9 @@ def test_a_save_that_fails_is_raised_by_train(tmp_path: Path) -> None:
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 3:
+                # The save of step 2 may still be under way: it is to be committed.
+                while not steps_in(tmp_path):
+                    time.sleep(0.01)
                 holdfast.unlock(tmp_path, force=True)
 
     with pytest.raises(holdfast.HoldfastError):

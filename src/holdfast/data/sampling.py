@@ -10,10 +10,10 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-import pickle
 from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
+import numpy
 import torch
 
 from holdfast.errors import StateMismatchError, UsageError
@@ -248,10 +248,16 @@ def seeds_of(owner: Any) -> dict[str, int]:
 
 
 def _same(one: Any, other: Any) -> bool:
+    """Return whether two states are equal. What cannot be compared is not."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return bool(torch.equal(one, other))
     try:
-        return pickle.dumps(one) == pickle.dumps(other)
+        return type(one) is type(other) and bool(numpy.array_equal(one, other))
     except Exception:
-        # What cannot be compared is not loaded.
         return False
 
 

@@ -36,7 +36,6 @@ __all__ = ["MegatronBridgeManager"]
 
 logger = logging.getLogger("holdfast")
 
-_CALLBACKS = "megatron.bridge.training.callbacks"
 _EVENT = "on_checkpoint_save"
 
 # Settings of Bridge that would be dropped without a word, with the values that ask for nothing.
@@ -384,7 +383,7 @@ def _fire(ctx: Any, callbacks: Any) -> None:
     """Call the functions that Bridge's callback manager has for a checkpoint that was saved."""
     if callbacks is None or not callbacks.has_callbacks(_EVENT):
         return
-    made = import_module(_CALLBACKS).CallbackContext(
+    made = import_module("megatron.bridge.training.callbacks").CallbackContext(
         state=ctx.state, model=ctx.model, user_state=callbacks.user_state, optimizer=ctx.optimizer
     )
     callbacks.fire(_EVENT, made)

@@ -20,7 +20,10 @@ def _load_framework() -> Any:
     wanted = _imported_package()
     for package in dict.fromkeys((wanted, "lightning", "pytorch_lightning")):
         try:
-            module = importlib.import_module("lightning.pytorch" if package == "lightning" else package)
+            if package == "lightning":
+                module = importlib.import_module("lightning.pytorch")
+            else:
+                module = importlib.import_module("pytorch_lightning")
         except ModuleNotFoundError as error:
             if error.name != package:
                 raise
