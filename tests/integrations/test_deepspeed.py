@@ -94,7 +94,8 @@ def save_and_refuse(rank: int, folder: Path) -> None:
         engine.save_checkpoint(str(folder), tag="same" if count else "first", client_state={"count": count})
     assert engine.load_checkpoint(str(folder))[1]["count"] == 3
     assert checkpoints.newest_tag(folder) == "same"
-    assert [found.step for found in holdfast.checkpoints(folder / "holdfast")] == [1, 1]
+    # Checkpoints of one step take one place.
+    assert [found.step for found in holdfast.checkpoints(folder / "holdfast")] == [1]
     assert "'first'" in refused(engine.load_checkpoint, str(folder), "first")
 
     # A restart goes on with the line of what it loads, by which the retention counts.
