@@ -31,6 +31,8 @@ DOCUMENTS = [
 ]
 FORBIDDEN = ("TODO", "FIXME", "coming soon", "roadmap", "/work/", "/root/", "/home/", "not yet", "planned")
 IMPORT_SECONDS = 0.15
+# What the environments of the tests install: a block may need one of these, and no name that nobody installs.
+FRAMEWORKS = {"deepspeed", "megatron", "mlflow", "ray", "torchtitan", "transformers", "wandb"}
 
 # Blocks inside of HTML comments count too: they set up what the next one needs.
 BLOCK = re.compile(r"^```(?P<language>\w+)(?P<words>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -97,7 +99,9 @@ def test_every_block_runs(document: Path, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "snippet", type(sys)("snippet"))
     missing: set[str] = set()
     for block in blocks_of(document):
-        needed = {name for name in block.options.get("needs", "").split(",") if name and find_spec(name) is None}
+        needs = {name for name in block.options.get("needs", "").split(",") if name}
+        assert needs <= FRAMEWORKS, f"{relative(document)}:{block.line} needs {needs - FRAMEWORKS}"
+        needed = {name for name in needs if find_spec(name) is None}
         if needed:
             missing |= needed
         elif block.language == "console":

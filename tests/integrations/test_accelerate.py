@@ -118,6 +118,24 @@ def test_a_folder_of_save_state_is_imported_and_resumed_exactly(tmp_path: Path, 
         assert [epoch(*parts) for _ in range(2)] == uninterrupted
 
 
+def test_a_batch_that_is_none_does_not_end_the_resumed_epoch(accelerator: Any, tmp_path: Path) -> None:
+    from holdfast.integrations.accelerate import HoldfastState
+
+    def build() -> Any:
+        accelerator.free_memory()
+        return accelerator.prepare(torch.utils.data.DataLoader(list(range(6)), collate_fn=lambda _: None))
+
+    loader = build()
+    with HoldfastState(accelerator, tmp_path) as state:
+        batches = iter(loader)
+        next(batches), next(batches)
+        state.save_state(2)
+    loader = build()
+    with HoldfastState(accelerator, tmp_path) as state:
+        assert state.load_state().step == 2
+        assert list(loader) == [None] * 4
+
+
 # What is refused
 
 

@@ -112,7 +112,9 @@ class ResumableLoader:
         return f"ResumableLoader({type(self.wrapped_loader).__name__})"
 
     def end_epoch(self) -> None:
-        """Begin a new epoch at the next iteration, here and after a restore; the rest of this one is left out."""
+        """Leave out the rest of this epoch: a loop over it ends, and the next pass, here and after a restore, begins a
+        new one."""
+        self._position.finished = True
         self._position = _Position()
         if self._pending is not None:
             self._pending["begun"] = False

@@ -157,12 +157,13 @@ def _after_first(batches: Iterator[Any], random_state: Mapping[str, Any]) -> Ite
     kept = holdfast.get_rng_state()
     holdfast.set_rng_state(random_state)
     try:
-        first = next(batches, None)
+        first = next(batches)
+    except StopIteration:
+        return
     finally:
         holdfast.set_rng_state(kept)
-    if first is not None:
-        yield first
-        yield from batches
+    yield first
+    yield from batches
 
 
 def _require_supported(accelerator: Any) -> None:

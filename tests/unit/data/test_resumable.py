@@ -317,6 +317,17 @@ def test_an_epoch_that_was_left_is_gone_on_with_after_a_restore_unless_it_was_en
     assert rows(next(iter(second))) == [0, 1]
 
 
+def test_a_loop_over_an_epoch_that_is_ended_gives_no_batch_that_is_not_counted() -> None:
+    loader = ResumableLoader(DataLoader(Rows(), batch_size=2))
+    seen = []
+    for batch in loader:
+        seen.append(rows(batch))
+        if len(seen) == 2:
+            loader.end_epoch()
+    assert seen == [[0, 1], [2, 3]]
+    assert rows(next(iter(loader))) == [0, 1]
+
+
 def test_the_state_is_that_of_the_iterator_that_was_built_last_and_an_earlier_one_does_not_go_on() -> None:
     loader = ResumableLoader(DataLoader(Rows(), batch_size=2))
     one, other = iter(loader), iter(loader)
