@@ -115,12 +115,24 @@ def test_a_read_of_a_restore_that_fails_for_ever_raises_and_changes_nothing() ->
     # A place that cannot be read fails every read that touches it, so all reads of a file fail together.
     names = {re.sub(r"(read_into \S+) .*", r"\1 *", name) for name in reads_of_a_restore(memory)}
     names.discard(f"entries {paths.READERS}")  # read to clean up after the restore, which must not fail for that
+    names.discard(f"entries {paths.LEASE}")  # who writes to the run; what is committed can be read without it
     cases = [(name, code) for name in sorted(names) for code in (errno.EIO, errno.EACCES)]
     with ThreadPoolExecutor(16) as pool:  # they wait, most of the time
         for name, message in pool.map(lambda case: restore(*case), cases):
             key = name.split()[1]
             assert (key if key != "/" else "memory://") in message
     assert contents(memory) == before
+
+
+def test_a_lease_that_cannot_be_read_stops_no_restore_and_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    memory = MemoryStorage()
+    newest = trained(memory)
+    state = parts(1)
+    flaky = FlakyStorage(memory, f"entries {paths.LEASE}", times=None, errno=errno.EACCES)
+    with manager_of(flaky, state) as manager:
+        assert manager.restore().step == 3
+    assert equal(bits(state), newest)
+    assert "whether a writer is still saving to this run is not known" in caplog.text
 
 
 @pytest.mark.guarantee("G3")

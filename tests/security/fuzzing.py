@@ -72,6 +72,7 @@ def _openers() -> dict[str, Opener]:
     from holdfast.formats.nemo.nemo import NemoFormat
     from holdfast.formats.torch_files.torch_file import TorchFormat
     from holdfast.ondisk.manifest import check_manifest, decode_head, decode_manifest
+    from holdfast.ondisk.manifest_body import decode_body, written_digest
 
     torch.ones(8).sum()
 
@@ -85,6 +86,7 @@ def _openers() -> dict[str, Opener]:
 
     def decode(path: Path) -> None:
         data = path.read_bytes()
+        decode_body(data, written_digest(data))
         decode_head(data)
         manifest, _ = decode_manifest(data)
         check_manifest(manifest)

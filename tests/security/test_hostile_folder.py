@@ -27,7 +27,7 @@ import json, os, pathlib, select, signal, sys
 import torch, holdfast
 
 def writers():
-    children = open(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read().split()
+    children = " ".join(one.read_text() for one in pathlib.Path("/proc/self/task").glob("*/children")).split()
     return [int(one) for one in children if b"holdfast.saving.writer" in open(f"/proc/{one}/cmdline", "rb").read()]
 
 class Part:
@@ -123,7 +123,7 @@ _WITH_OWN_PACKAGES = """
 import os, sys, torch, holdfast
 with holdfast.CheckpointManager(sys.argv[1], {"h": torch.nn.Linear(2, 2)}, mode="async", rng=False) as manager:
     manager.save(0, wait=True)
-    (writer,) = open(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read().split()
+    writer = manager._saver._async.supervisor.writer.process_id
     maps = open(f"/proc/{writer}/maps").read()
     print(sorted({line.split()[-1] for line in maps.splitlines() if "msgspec" in line or "blake3" in line}))
 """

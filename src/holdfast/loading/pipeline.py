@@ -46,11 +46,12 @@ def load(request: LoadRequest, catalog: Catalog, ranks: Ranks) -> Loaded | Nothi
 
 
 def _load(request: LoadRequest, catalog: Catalog, ranks: Ranks) -> Loaded | NothingToLoad:
-    """Try the candidates in order, each step on all ranks. One that is damaged is rejected, and the next one tried."""
+    """Try the candidates in order, each step on all ranks. One that is damaged is rejected, and the next one tried; one
+    that was removed meanwhile is not damaged, and leaves no trace."""
     clock = _Clock()
     with Candidates(request.selector, catalog, ranks) as candidates:
         clock.end_of("resolve")
-        rejected = _Rejected(candidates.rejected)
+        rejected = _Rejected(candidates)
         for candidate in candidates:
             attempt = _Attempt(candidate, request, catalog, ranks, clock)
             verdict = attempt.match()
@@ -60,6 +61,8 @@ def _load(request: LoadRequest, catalog: Catalog, ranks: Ranks) -> Loaded | Noth
                 if ranks.rank == 0:
                     log_differences(verdict, request.strategy, attempt.checkpoint.step)
                 return attempt.loaded(verdict, rejected)
+            if not candidates.give_up(candidate):
+                continue
             rejected.add(candidate, attempt.opened, damage)
             if request.selector.may_fall_back and ranks.rank == 0:
                 logger.warning("%s is damaged and rejected: %s", candidate.folder, damage[0])
@@ -114,7 +117,7 @@ class _Attempt:
             restored=tuple(one.component for one in self._matched.fitted if one.component not in verdict.deferred),
             missing=(*self._matched.absent, *verdict.missing),
             skipped=(*self._matched.skipped, *verdict.unexpected, *left_out),
-            passed_over=tuple(rejected.folders),
+            passed_over=rejected.folders,
             damaged=rejected.damaged,
             phases=self._clock.phases,
             unclaimed=verdict.unclaimed,
@@ -163,16 +166,22 @@ class _Attempt:
 class _Rejected:
     """The folders that are no sound checkpoint, and why."""
 
-    def __init__(self, folders: Sequence[Skipped]) -> None:
-        self.folders = list(folders)
+    def __init__(self, candidates: Candidates) -> None:
         self.damaged: dict[Checkpoint, str] = {}
+        self._candidates = candidates
+        self._tried: list[Skipped] = []
         self._problems: list[str] = []
+
+    @property
+    def folders(self) -> tuple[Skipped, ...]:
+        """Return those that the last listing of the run rejected, and those that were tried."""
+        return (*self._candidates.rejected, *self._tried)
 
     def add(self, candidate: Candidate, checkpoint: Checkpoint | None, damage: Sequence[str]) -> None:
         """Note a candidate that is damaged."""
         if checkpoint is not None:
             self.damaged[checkpoint] = damage[0]
-        self.folders.append(Skipped(candidate.folder, damage[0]))
+        self._tried.append(Skipped(candidate.folder, damage[0]))
         self._problems += [f"{candidate.folder}: {text}" for text in damage]
 
     def nothing_left(self, request: LoadRequest, catalog: Catalog) -> NothingToLoad:
@@ -186,7 +195,7 @@ class _Rejected:
                 problems=self._problems,
                 advice="no live object was changed",
             )
-        return NothingToLoad(tuple(self.folders))
+        return NothingToLoad(self.folders)
 
 
 class _Clock:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from holdfast.errors import CheckpointNotFoundError, HoldfastError, UsageError
 from holdfast.ondisk import paths
-from holdfast.runs.catalog import Catalog
+from holdfast.runs.catalog import Catalog, settled
 from holdfast.runs.checkpoint import Checkpoint, Scan, Skipped
 from holdfast.runs.selection import known_damaged, not_found
 from holdfast.runs.selector import Selector, parse_selector
@@ -33,7 +33,7 @@ def candidates(catalog: Catalog, selector: Selector) -> tuple[list[Checkpoint], 
     """
     if not selector.may_fall_back:
         return [catalog.find(selector)], []
-    scan = catalog.scan()
+    scan = settled(catalog, catalog.rescan)
     found_damaged = known_damaged(scan)
     sound = [found for found in scan.checkpoints if not found.damage]
     if not sound and (scan.damaged or found_damaged):

@@ -172,6 +172,8 @@ class Restores:
             agree_on("the strategy of restore", [one.strategy for one in asked])
             agree_on("the selector of restore", [one.selector or "a path" for one in asked])
             agree_on("rng of restore", [one.rng for one in asked])
+            # The manifests are read once, here or when a checkpoint is chosen, however often the run is looked at.
+            self._run.catalog.forget()
             self._wait_for_writers()
             catalog, chosen, explicit = self._locate(selector)
             return _Located("" if catalog is self._run.catalog else catalog.storage.url, str(chosen), explicit)

@@ -50,7 +50,7 @@ Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Segment = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{16})?\Z")]
 
 
-class ChunkRecord(msgspec.Struct, frozen=True, kw_only=True):
+class ChunkRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One chunk of a tensor: its box in the whole, its place in a file, and a digest per block of its bytes."""
 
     file: str
@@ -64,7 +64,7 @@ class ChunkRecord(msgspec.Struct, frozen=True, kw_only=True):
         return Box(self.offsets, self.sizes)
 
 
-class TensorRecord(msgspec.Struct, frozen=True, kw_only=True):
+class TensorRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One tensor leaf, whole: its type, its shape and the chunks that make it up. `sharded`: it was one of a mesh."""
 
     name: str
@@ -82,7 +82,7 @@ class TensorRecord(msgspec.Struct, frozen=True, kw_only=True):
         return sum(chunk.box.volume for chunk in self.chunks) * self.item_bytes
 
 
-class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
+class FileRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One file. A tensor file's digest runs over its header and its chunks' block digests; any other file's, over its
     bytes. `header_bytes` is 0 for a file that is no tensor file."""
 
@@ -92,7 +92,7 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
     header_bytes: Count = 0
 
 
-class TreeRecord(msgspec.Struct, frozen=True, kw_only=True):
+class TreeRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One component's values, or those of one scope of it, and the file that holds them. `type` is the class of an
     optimizer or of an object with a state of its own: to another class the state may mean nothing. `model` is the
     component that had all parameters of an optimizer."""
@@ -131,7 +131,7 @@ class UserMetadata(msgspec.Struct, frozen=True, kw_only=True):
     ranking: Ranking = ()
 
 
-class Body(msgspec.Struct, frozen=True, kw_only=True):
+class Body(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A committed checkpoint, but for its tensors. Values that may hold more than JSON can say (`metrics` ... `guards`)
     are encoded by the codec.
 
@@ -170,13 +170,13 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
         return sum(file.size_bytes for file in self.files)
 
 
-class Manifest(Body, frozen=True, kw_only=True):
+class Manifest(Body, frozen=True, kw_only=True, gc=False):
     """A committed checkpoint. `line` are the sequence numbers of all that it goes back to; see `Body`."""
 
     tensors: tuple[TensorRecord, ...]
 
 
-class ManifestHead(Body, frozen=True, kw_only=True):
+class ManifestHead(Body, frozen=True, kw_only=True, gc=False):
     """A manifest whose tensors are still the text that they came as: enough to list a run of thousands."""
 
     tensors: msgspec.Raw
@@ -277,10 +277,10 @@ def decode_head(data: bytes | bytearray) -> tuple[ManifestHead, str]:
         raise CorruptCheckpointError("the content does not have the digest that the manifest states")
     try:
         head = from_json(envelope.manifest, ManifestHead)
-        _check_body(head)
+        check_body(head)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise CorruptCheckpointError(f"the content is no manifest: {error}") from None
-    _require_known_types(head.tensors)
+    require_known_types(head.tensors)
     return head, envelope.digest
 
 
@@ -291,7 +291,7 @@ class _TypedTensor(msgspec.Struct, frozen=True):
 _UNKNOWN_TYPE = re.compile(rb'"dtype"\s*:\s*"(?!(?:%s)")' % "|".join(ELEMENT_TYPES).encode())
 
 
-def _require_known_types(tensors: msgspec.Raw) -> None:
+def require_known_types(tensors: msgspec.Raw) -> None:
     """Refuse a tensor of an unknown element type, as a newer format is refused: before the checkpoint is chosen.
 
     The text is searched, which takes a fraction of the time of decoding it; only where that finds something are the
@@ -333,12 +333,12 @@ def check_manifest(manifest: Manifest, *, tensors: bool = True) -> None:
 
     Without `tensors` they are taken on trust: by a writer that has checked the very same ones for the save before.
     """
-    files = _check_body(manifest)
+    files = check_body(manifest)
     if tensors:
         _check_tensors(manifest, files)
 
 
-def _check_body(manifest: Body) -> dict[str, FileRecord]:
+def check_body(manifest: Body) -> dict[str, FileRecord]:
     """Everything but the tensors; the files by their names."""
     named = paths.parse_folder(manifest.folder)
     if named is None or named.step != manifest.step:
@@ -375,6 +375,9 @@ def _check_created(created: str) -> None:
         raise CorruptCheckpointError(f"{created[:200]!r} is no date and time") from None
 
 
+_SCOPE = re.compile(r"(?:(?:rank|stage)-[0-9]{5,9})?", re.ASCII)
+
+
 def _check_trees(trees: Iterable[TreeRecord], files: Mapping[str, FileRecord]) -> None:
     seen = set()
     for tree in trees:
@@ -382,7 +385,7 @@ def _check_trees(trees: Iterable[TreeRecord], files: Mapping[str, FileRecord]) -
             paths.check_component_name(tree.component)
         except HoldfastError as error:
             raise CorruptCheckpointError(error.problem[:400]) from None
-        if re.fullmatch(r"(?:(?:rank|stage)-[0-9]{5,9})?", tree.scope, re.ASCII) is None:
+        if _SCOPE.fullmatch(tree.scope) is None:
             raise CorruptCheckpointError(f"{tree.scope[:200]!r} is no scope", component=tree.component)
         if tree.name in seen:
             raise CorruptCheckpointError(f"the values of '{tree.name}' are listed twice")
@@ -401,26 +404,29 @@ def _check_trees(trees: Iterable[TreeRecord], files: Mapping[str, FileRecord]) -
 def _check_tensors(manifest: Manifest, files: Mapping[str, FileRecord]) -> None:
     seen = set()
     used: dict[str, list[tuple[int, int, str]]] = {file.name: [] for file in manifest.files if file.header_bytes}
+    block_bytes = manifest.block_bytes
+    # There may be very many tensors, so what is asked of each is asked once.
     for tensor in manifest.tensors:
-        if tensor.name in seen:
-            raise CorruptCheckpointError("a tensor is listed twice", leaf=tensor.name)
-        seen.add(tensor.name)
-        if len(tensor.name) > paths.MAX_NAME_CHARACTERS:
-            raise CorruptCheckpointError("a name is over the limit", leaf=tensor.name[:200])
-        if len(tensor.shape) > MAX_DIMENSIONS:
-            raise CorruptCheckpointError(f"{len(tensor.shape)} dimensions are over the limit", leaf=tensor.name)
-        item_bytes = tensor.item_bytes
+        name, shape, chunks = tensor.name, tensor.shape, tensor.chunks
+        if name in seen:
+            raise CorruptCheckpointError("a tensor is listed twice", leaf=name)
+        seen.add(name)
+        if len(name) > paths.MAX_NAME_CHARACTERS:
+            raise CorruptCheckpointError("a name is over the limit", leaf=name[:200])
+        if len(shape) > MAX_DIMENSIONS:
+            raise CorruptCheckpointError(f"{len(shape)} dimensions are over the limit", leaf=name)
+        item_bytes = element_type(tensor.dtype).item_bytes
         # An empty tensor can state any sizes beside its zero, and torch counts its strides in 64 bits.
-        if math.prod(tensor.shape if 0 not in tensor.shape else _ones(tensor.shape)) * item_bytes > MAX_TENSOR_BYTES:
-            raise CorruptCheckpointError(f"no tensor has the shape {list(tensor.shape)}", leaf=tensor.name)
-        for chunk in tensor.chunks:
-            size = _check_chunk(tensor, chunk, item_bytes, manifest.block_bytes, files)
-            used[chunk.file].append((chunk.start, chunk.start + size, tensor.name))
-        if len(tensor.chunks) == 1 and _is_whole(tensor.chunks[0], tensor.shape):
+        if math.prod(shape if 0 not in shape else _ones(shape)) * item_bytes > MAX_TENSOR_BYTES:
+            raise CorruptCheckpointError(f"no tensor has the shape {list(shape)}", leaf=name)
+        for chunk in chunks:
+            size = _check_chunk(name, chunk, item_bytes, block_bytes, files)
+            used[chunk.file].append((chunk.start, chunk.start + size, name))
+        if len(chunks) == 1 and _is_whole(chunks[0], shape):
             continue
-        wrong = cover_exactly([chunk.box for chunk in tensor.chunks], tensor.shape)
+        wrong = cover_exactly([chunk.box for chunk in chunks], shape)
         if wrong is not None:
-            raise CorruptCheckpointError(wrong, leaf=tensor.name)
+            raise CorruptCheckpointError(wrong, leaf=name)
     for name, ranges in used.items():
         _check_ranges(files[name], sorted(ranges))
 
@@ -434,17 +440,17 @@ def _is_whole(chunk: ChunkRecord, shape: tuple[int, ...]) -> bool:
 
 
 def _check_chunk(
-    tensor: TensorRecord, chunk: ChunkRecord, item_bytes: int, block_bytes: int, files: Mapping[str, FileRecord]
+    leaf: str, chunk: ChunkRecord, item_bytes: int, block_bytes: int, files: Mapping[str, FileRecord]
 ) -> int:
     size = math.prod(chunk.sizes) * item_bytes
     file = files.get(chunk.file)
     if file is None or not file.header_bytes:
         problem = f"a chunk lies in {chunk.file[:200]!r}, which is not listed as a tensor file"
-        raise CorruptCheckpointError(problem, leaf=tensor.name)
+        raise CorruptCheckpointError(problem, leaf=leaf)
     if chunk.start < file.header_bytes or chunk.start + size > file.size_bytes:
-        raise CorruptCheckpointError(f"a chunk lies outside of {chunk.file}", leaf=tensor.name)
+        raise CorruptCheckpointError(f"a chunk lies outside of {chunk.file}", leaf=leaf)
     if len(chunk.digests) != -(-size // block_bytes):
-        raise CorruptCheckpointError("a chunk's number of digests does not fit its size", leaf=tensor.name)
+        raise CorruptCheckpointError("a chunk's number of digests does not fit its size", leaf=leaf)
     return size
 
 

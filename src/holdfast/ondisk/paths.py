@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple, Self
 
 from holdfast.errors import UnsafeContentError, UsageError
@@ -27,7 +28,8 @@ MAX_ATTEMPT = 999_999_999
 MAX_NAME_CHARACTERS = 1024
 _MAX_PART_BYTES = 255
 
-_FOLDER = re.compile(r"step-([0-9]{9,19})(?:\.([1-9][0-9]{0,8}))?", re.ASCII)
+# One spelling per name: `step-0000000500` or `.1` would be a second name for the same attempt.
+_FOLDER = re.compile(r"step-([0-9]{9}|[1-9][0-9]{9,18})(?:\.([2-9]|[1-9][0-9]{1,8}))?", re.ASCII)
 _PART = re.compile(r"(?:rank-[0-9]{5,}|shared)(?:\.([0-9]{1,18}))?\.(?:json|safetensors)", re.ASCII)
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f\\]")
 
@@ -83,11 +85,9 @@ def parse_folder(name: str) -> FolderName | None:
     match = _FOLDER.fullmatch(name)
     if match is None:
         return None
-    parsed = FolderName(int(match[1]), int(match[2] or 1))
-    # One spelling per name: `step-0000000500` or `.1` would be a second name for the same attempt.
-    if parsed.step > MAX_STEP or folder_name(*parsed) != name:
-        return None
-    return parsed
+    step, attempt = match.groups()
+    parsed = FolderName(int(step), int(attempt or 1))
+    return parsed if parsed.step <= MAX_STEP else None
 
 
 def check_step(step: object) -> int:
@@ -178,6 +178,8 @@ def check_component_name(name: object) -> str:
     return name
 
 
+# The manifests of a run name the same files again and again. A name is at most a few kilobytes.
+@lru_cache(maxsize=1024)
 def safe_relative(name: str) -> str:
     """Return a relative path that stays below where it starts, or an UnsafeContentError."""
     parts = name.split("/")

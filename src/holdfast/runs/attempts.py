@@ -75,7 +75,12 @@ class Attempts:
     def claim(self, step: int, world_size: int, *, lease: int = 0, first: int = 1) -> tuple[str, str]:
         """Create the next free folder for an attempt at a step; return its name and its claim. Two processes that try
         at once get two folders. `first`: the lowest number that the attempt may have."""
-        attempt = max(self.highest_by_step().get(step, 0) + 1, first)
+        first = max(self.highest_by_step().get(step, 0) + 1, first)
+        return self.claim_free(step, world_size, lease=lease, first=first)
+
+    def claim_free(self, step: int, world_size: int, *, lease: int, first: int) -> tuple[str, str]:
+        """Do what `claim` does, without a listing of the run: the first free number from this one on is taken."""
+        attempt = first
         while True:
             folder = paths.folder_name(step, attempt)
             try:
@@ -86,6 +91,13 @@ class Attempts:
                 if not self.is_obstructed(folder):
                     raise
                 attempt += 1
+
+    def is_taken(self, folder: str) -> bool:
+        """Return whether anything has the name of a folder: a folder that is not empty, a file, a link."""
+        try:
+            return bool(self._storage.entries(folder))
+        except KeyDamagedError:
+            return True
 
     def is_obstructed(self, folder: str) -> bool:
         """Return whether a file, a link or a special file has the name of a folder, so that no attempt can have it."""

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Container, Mapping, Set
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from holdfast.errors import (
     AttemptClosedError,
@@ -27,6 +28,7 @@ from holdfast.ondisk import paths
 from holdfast.ondisk.manifest import (
     MAX_MANIFEST_BYTES,
     MAX_SEQUENCE,
+    Body,
     Manifest,
     ManifestHead,
     Ranking,
@@ -37,19 +39,25 @@ from holdfast.ondisk.manifest import (
     is_abandoned,
     require_readable,
 )
+from holdfast.ondisk.manifest_body import decode_body, written_digest
 from holdfast.runs.annotations import Annotations
 from holdfast.runs.attempts import Attempts, linked_folders
-from holdfast.runs.checkpoint import Checkpoint, Scan, Skipped
+from holdfast.runs.checkpoint import Checkpoint, Scan, Skipped, removed_since, without_tensors
 from holdfast.runs.clock import timestamp
 from holdfast.runs.selection import choose, not_found, require_selectable
 from holdfast.runs.selector import Selector
-from holdfast.storage.base import Storage
+from holdfast.storage.base import Storage, folder_names
 from holdfast.storage.documents import read_document
 from holdfast.storage.retrying import with_retries
 
 logger = logging.getLogger("holdfast")
 
-__all__ = ["Catalog"]
+__all__ = ["Catalog", "settled"]
+
+# How often a run is scanned again whose folders change meanwhile.
+_MAX_RESCANS = 10
+
+_Head = TypeVar("_Head", bound=Body)
 
 
 class Catalog:
@@ -64,10 +72,19 @@ class Catalog:
         self._ranking = ranking
         self.attempts = Attempts(self.storage)
         self.annotations = Annotations(self.storage)
-        # Checkpoints by the digest of their manifest's bytes: these are read each time, because they alone are the
-        # truth, but a manifest of many thousand tensors is decoded only once. Several threads may use one catalog: this
-        # is only ever iterated over as a copy.
-        self._known: dict[str, Checkpoint] = {}
+        # By folder, each with the digest of its manifest's bytes: these are read each time, because they alone are the
+        # truth, but a manifest is decoded only once; without its tensors, which would take most of the memory. Several
+        # threads may use one catalog: this is only ever iterated over as a copy.
+        self._known: dict[str, tuple[str, Checkpoint]] = {}
+        # What this catalog has committed last, whole, with the same digest: it is read once more after each commit.
+        self._last_added: tuple[str, Checkpoint] | None = None
+        # The folders whose manifests were read since `forget`.
+        self._fresh: set[str] = set()
+        # The sequence number of each checkpoint that was read or committed so far, and the highest of them with its
+        # folder: a number is not given again, also when its checkpoint is gone.
+        self._sequences: dict[str, int] = {}
+        self._highest = (0, "")
+        self._counting = threading.Lock()
 
     def __repr__(self) -> str:
         return f"Catalog({self.storage.url!r})"
@@ -79,16 +96,33 @@ class Catalog:
         scan.require_readable()
         return scan
 
+    def rescan(self) -> Scan:
+        """Return what `scan` returns, without reading again the manifests that were read since `forget`."""
+        scan = self.recollect()
+        scan.require_readable()
+        return scan
+
     def survey(self) -> Scan:
         """Return the content of the run, with the folders that cannot be read now."""
+        return self._survey(self.look)
+
+    def recollect(self) -> Scan:
+        """Return what `survey` returns, without reading again the manifests that were read since `forget`: a committed
+        checkpoint never changes. One that was damaged since is still among the checkpoints."""
+        return self._survey(self._recall)
+
+    def forget(self) -> None:
+        """Have every manifest read again before it is relied on, once."""
+        self._fresh = set()
+
+    def _survey(self, read: Callable[[str], Checkpoint]) -> Scan:
         checkpoints, attempts, damaged, closed, unreadable = [], [], [], [], []
         notes = self.annotations.names_by_folder()
-        folders = [entry.name for entry in self.storage.entries("") if entry.is_folder]
-        for name in sorted({*folders, *linked_folders(self.storage)}):
-            if paths.parse_folder(name) is None:
-                continue
+        linked = linked_folders(self.storage)
+        for name in sorted({*_list_folders(self.storage).added, *linked}):
             try:
-                checkpoints.append(self._with_notes(self.read(name), notes))
+                found = self.look(name) if name in linked else read(name)
+                checkpoints.append(_with_notes(self.annotations, found, notes))
             except AttemptClosedError:
                 closed.append(name)
                 attempts.append(name)
@@ -99,11 +133,8 @@ class Catalog:
             except HoldfastError as error:
                 # One damaged folder must not hide the others, whatever is wrong with it.
                 damaged.append(Skipped(name, str(error), isinstance(error, UnsupportedFormatError)))
-        present = {checkpoint.digest for checkpoint in checkpoints}
-        missed = {folder for folder, _ in unreadable}
-        self._known = {
-            key: found for key, found in list(self._known.items()) if found.digest in present or found.folder in missed
-        }
+        present = {checkpoint.folder for checkpoint in checkpoints} | {folder for folder, _ in unreadable}
+        self._known = {folder: known for folder, known in list(self._known.items()) if folder in present}
         checkpoints.sort(key=lambda checkpoint: (checkpoint.sequence, checkpoint.head.created), reverse=True)
         ranking = self._ranking or next(filter(None, (found.head.ranking for found in checkpoints)), ())
         return Scan(tuple(checkpoints), tuple(attempts), tuple(damaged), tuple(closed), ranking, tuple(unreadable))
@@ -111,37 +142,42 @@ class Catalog:
     def read(self, folder: str) -> Checkpoint:
         """Return the checkpoint in a folder. A KeyMissingError when nothing was committed there, a
         CorruptCheckpointError when it is damaged, any other StorageError when it cannot be read now."""
-        try:
-            data = read_document(self.storage, paths.key(folder, paths.MANIFEST), MAX_MANIFEST_BYTES)
-        except KeyDamagedError as error:
-            if (target := linked_folders(self.storage).get(folder)) is not None:
-                place = target if target.startswith("/") else f"{self.storage.url}/{target}"
-                raise _link_error(folder, place) from None
-            where = paths.key(folder, paths.MANIFEST)
-            raise CorruptCheckpointError(error.problem, file=where, advice=error.advice) from None
-        if is_abandoned(data):
-            raise AttemptClosedError("this attempt was given up", file=paths.key(folder, paths.MANIFEST))
-        identity = digest_of(data)
-        known = self._known.get(identity)
-        if known is not None and known.folder == folder:
-            return known
-        try:
-            head, digest = decode_head(data)
-        except HoldfastError as error:
-            raise error.at(run=self.storage.url, file=paths.key(folder, paths.MANIFEST)) from None
-        if head.folder != folder:
-            raise CorruptCheckpointError(
-                f"the folder is a checkpoint under another name: its manifest belongs to {head.folder}",
-                file=paths.key(folder, paths.MANIFEST),
-                advice="give the folder that name again, or delete it if it is a copy",
-            )
-        checkpoint = self._known[identity] = Checkpoint(head, digest, self.storage)
+        data, _, identity = _text_of(self.storage, folder)
+        last = self._last_added
+        if last is not None and last[0] == identity and last[1].folder == folder:
+            return self._note_known(*last)
+        head, digest = _decoded(self.storage, folder, lambda: decode_head(data))
+        return self._note_known(identity, Checkpoint(head, digest, self.storage))
+
+    def look(self, folder: str) -> Checkpoint:
+        """Return what `read` returns, without its tensors: they are read when they are first used. For what is about
+        many checkpoints."""
+        data, written, identity = _text_of(self.storage, folder)
+        known = self._known.get(folder)
+        if known is not None and known[0] == identity:
+            self._fresh.add(folder)
+            return known[1]
+        body, digest = _decoded(self.storage, folder, lambda: decode_body(data, written))
+        return self._note_known(identity, Checkpoint(body, digest, self.storage))
+
+    def _recall(self, folder: str) -> Checkpoint:
+        known = self._known.get(folder)
+        return known[1] if known is not None and folder in self._fresh else self.look(folder)
+
+    def _note_known(self, identity: str, checkpoint: Checkpoint) -> Checkpoint:
+        known = self._known.get(checkpoint.folder)
+        if known is None or known[0] != identity:
+            self._known[checkpoint.folder] = identity, without_tensors(checkpoint)
+        self._fresh.add(checkpoint.folder)
+        self._sequences[checkpoint.folder] = checkpoint.sequence
+        with self._counting:
+            self._highest = max(self._highest, (checkpoint.sequence, checkpoint.folder))
         return checkpoint
 
     def name_as_checkpoint(self) -> str:
         """Return the folder's name that the manifest in the root states, where the root is no run but a checkpoint that
         was copied or renamed; empty otherwise."""
-        if any(paths.parse_folder(name) is not None for name in self._names()):
+        if any(paths.parse_folder(name) is not None for name in _names(self.storage)):
             return ""
         try:
             return decode_head(read_document(self.storage, paths.MANIFEST, MAX_MANIFEST_BYTES))[0].folder
@@ -160,19 +196,13 @@ class Catalog:
 
     def annotated(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return the checkpoint with the notes that there are on it now."""
-        return self._with_notes(checkpoint, self.annotations.names_by_folder())
-
-    def _with_notes(self, checkpoint: Checkpoint, names: Mapping[str, list[str]]) -> Checkpoint:
-        notes, undecodable = self.annotations.on(checkpoint, names)
-        if not notes and not undecodable:
-            return checkpoint
-        return replace(checkpoint, notes=notes, unread_notes=undecodable)
+        return _with_notes(self.annotations, checkpoint, self.annotations.names_by_folder())
 
     def find(self, selector: Selector) -> Checkpoint:
         """Return the one checkpoint that a selector names. One that is not there is an error."""
         if selector.kind == "folder":
             return self._find_folder(selector.name)
-        scan = self.survey()
+        scan = settled(self, self.survey)
         require_selectable(scan, selector)
         found = choose(scan, selector)
         if found is None:
@@ -183,7 +213,7 @@ class Catalog:
         try:
             return self.annotated(self.read(folder))
         except KeyMissingError:
-            reason = "was never committed" if folder in self._names() else "is not there"
+            reason = "was never committed" if folder in _names(self.storage) else "is not there"
             raise CheckpointNotFoundError(f"{folder} {reason}", run=self.storage.url) from None
 
     def holds_something(self) -> bool:
@@ -194,21 +224,30 @@ class Catalog:
             scan.require_readable()
         return bool(scan.checkpoints or scan.damaged)
 
+    def folders_since(self, known: Set[str]) -> tuple[list[str], bool]:
+        """Return the folders of checkpoints and attempts beside those that are known, from one listing of the run, and
+        whether all that are known are still there."""
+        listed = _list_folders(self.storage, known)
+        return listed.added, listed.known_count == len(known)
+
     def next_sequence(self) -> int:
-        """Return the number of the next commit: one more than the highest. Only manifests that are new are read."""
-        known = {checkpoint.folder: checkpoint for checkpoint in list(self._known.values())}
-        highest, last = 0, ""
-        for name in self._names():
-            if paths.parse_folder(name) is None:
-                continue
+        """Return the number of the next commit: one more than the highest. Only manifests that are new are read: a
+        committed checkpoint never changes, so one that was read before counts as it was then."""
+        listed = _list_folders(self.storage, self._sequences)
+        for name in listed.added:
             try:
-                # A committed checkpoint never changes, so one that was read before counts as it was then.
-                highest, last = max((highest, last), ((known.get(name) or self.read(name)).sequence, name))
+                self.look(name)
             except HoldfastError as error:
                 # An attempt, or damage of any kind, which readers report. A manifest that cannot be read now is an
                 # error: its number must not be given a second time.
                 if isinstance(error, StorageError) and not isinstance(error, KeyMissingError):
                     raise
+        highest, last = self._highest
+        if highest >= MAX_SEQUENCE and last not in listed.names:
+            # A number that no training gets to was moved out of the run, as the message below advises.
+            self._sequences = {name: self._sequences[name] for name in listed.names if name in self._sequences}
+            self._highest = max(((number, name) for name, number in self._sequences.items()), default=(0, ""))
+            highest, last = self._highest
         if highest >= MAX_SEQUENCE:
             raise SaveFailedError(
                 f"{last} has the sequence number {highest}, after which there is none",
@@ -247,52 +286,129 @@ class Catalog:
         # Decoding is checked before the commit: a manifest that no reader accepts must not become a checkpoint.
         require_readable(manifest, data, tensors=not same_tensors)
         try:
-            self._put_manifest(manifest.folder, data)
+            _put_manifest(self.storage, manifest.folder, data)
             # Without it a power cut can keep the manifest's bytes and lose its name, after it was called committed.
             self.storage.sync(manifest.folder)
         except KeyExistsError:
             raise
         except Exception as error:
-            self._withdraw(manifest.folder, error)
+            _withdraw(self.storage, manifest.folder, error)
             raise
-        checkpoint = self._known[digest_of(data)] = Checkpoint(manifest, digest, self.storage)
-        return checkpoint
+        # Of those that are added only the last is kept whole: a writer adds thousands, and reads none of them again.
+        self._last_added = digest, Checkpoint(manifest, digest, self.storage)
+        return self._note_known(*self._last_added)
 
-    def _put_manifest(self, folder: str, data: bytes) -> None:
-        """Create the manifest; a KeyExistsError when another process has closed the attempt."""
-        try:
-            self.storage.put(paths.key(folder, paths.MANIFEST), data)
-        except KeyExistsError:
-            # A storage that repeats a request whose answer was lost finds what it has written itself.
-            if self.storage.read(paths.key(folder, paths.MANIFEST), MAX_MANIFEST_BYTES) != data:
-                raise
 
-    def _withdraw(self, folder: str, error: Exception) -> None:
-        """Close an attempt whose commit failed half-way: no manifest may stay that a reader accepts, because the save
-        is reported as failed. Raise a SaveUncertainError where that cannot be done.
+def settled(catalog: Catalog, look: Callable[[], Scan]) -> Scan:
+    """Return what a look at the run finds; look again as long as folders without a manifest come and go meanwhile. Each
+    may have been a checkpoint when it was listed, which was removed for a later one: the scan has neither of them."""
+    scan = look()
+    for _ in range(_MAX_RESCANS):
+        if not scan.attempts:
+            break
+        seen = {*scan.attempts, *(found.folder for found in scan.checkpoints)}
+        seen |= {skipped.folder for skipped in scan.damaged} | {folder for folder, _ in scan.unreadable}
+        listed = _list_folders(catalog.storage, seen)
+        if not listed.added and set(scan.attempts) <= set(listed.names):
+            break
+        scan = look()
+    return scan
 
-        The ranks' files stay: if a power cut brings the manifest back, everything that it names is there.
-        """
-        key = paths.key(folder, paths.MANIFEST)
-        try:
-            if is_abandoned(self.storage.read(key, MAX_MANIFEST_BYTES)):
-                return
-            self.storage.delete(key)
-            self.storage.put(key, encode_abandoned({"by": "commit", "at": timestamp()}))
-            # A new change of the folder: its sync counts even if that of the manifest failed.
-            self.storage.sync(folder)
-        except KeyMissingError:
+
+class _Listed(NamedTuple):
+    """The folders of a run. names: of all of them. added: of checkpoints and attempts that were not known.
+    known_count: how many there are that were known."""
+
+    names: list[str]
+    added: list[str]
+    known_count: int
+
+
+def _list_folders(storage: Storage, known: Container[str] = ()) -> _Listed:
+    """List the folders of a run. Nearly all of thousands are known: each name is looked up once, and only those that
+    are not known are looked at."""
+    names = list(folder_names(storage, ""))
+    unknown = [name for name in names if name not in known]
+    added = [name for name in unknown if paths.parse_folder(name) is not None]
+    return _Listed(names, added, len(names) - len(unknown))
+
+
+def _text_of(storage: Storage, folder: str) -> tuple[bytearray, str, str]:
+    """Return the text of a manifest, the digest of one as Holdfast writes it, and what tells it from any other."""
+    where = paths.key(folder, paths.MANIFEST)
+    try:
+        data = read_document(storage, where, MAX_MANIFEST_BYTES)
+    except KeyDamagedError as error:
+        if (target := linked_folders(storage).get(folder)) is not None:
+            raise _link_error(folder, target if target.startswith("/") else f"{storage.url}/{target}") from None
+        raise CorruptCheckpointError(error.problem, file=where, advice=error.advice) from None
+    if is_abandoned(data):
+        raise AttemptClosedError("this attempt was given up", file=where)
+    written = written_digest(data)
+    return data, written, written or digest_of(data)
+
+
+def _decoded(storage: Storage, folder: str, decode: Callable[[], tuple[_Head, str]]) -> tuple[_Head, str]:
+    """Return what a manifest states, and its digest. One that belongs to another folder is damage."""
+    try:
+        head, digest = decode()
+    except HoldfastError as error:
+        raise error.at(run=storage.url, file=paths.key(folder, paths.MANIFEST)) from None
+    if head.folder != folder:
+        raise CorruptCheckpointError(
+            f"the folder is a checkpoint under another name: its manifest belongs to {head.folder}",
+            file=paths.key(folder, paths.MANIFEST),
+            advice="give the folder that name again, or delete it if it is a copy",
+        )
+    return head, digest
+
+
+def _put_manifest(storage: Storage, folder: str, data: bytes) -> None:
+    """Create the manifest; a KeyExistsError when another process has closed the attempt."""
+    try:
+        storage.put(paths.key(folder, paths.MANIFEST), data)
+    except KeyExistsError:
+        # A storage that repeats a request whose answer was lost finds what it has written itself.
+        if storage.read(paths.key(folder, paths.MANIFEST), MAX_MANIFEST_BYTES) != data:
+            raise
+
+
+def _withdraw(storage: Storage, folder: str, error: Exception) -> None:
+    """Close an attempt whose commit failed half-way: no manifest may stay that a reader accepts, because the save
+    is reported as failed. Raise a SaveUncertainError where that cannot be done.
+
+    The ranks' files stay: if a power cut brings the manifest back, everything that it names is there.
+    """
+    key = paths.key(folder, paths.MANIFEST)
+    try:
+        if is_abandoned(storage.read(key, MAX_MANIFEST_BYTES)):
             return
-        except Exception as trouble:
-            raise SaveUncertainError(
-                f"committing {folder} failed ({error}), and so did taking the manifest back ({trouble}): "
-                "the checkpoint may be there or not",
-                run=self.storage.url,
-                advice="look with `holdfast ls` once the storage works again; its data files were not removed",
-            ) from error
+        storage.delete(key)
+        storage.put(key, encode_abandoned({"by": "commit", "at": timestamp()}))
+        # A new change of the folder: its sync counts even if that of the manifest failed.
+        storage.sync(folder)
+    except KeyMissingError:
+        return
+    except Exception as trouble:
+        raise SaveUncertainError(
+            f"committing {folder} failed ({error}), and so did taking the manifest back ({trouble}): "
+            "the checkpoint may be there or not",
+            run=storage.url,
+            advice="look with `holdfast ls` once the storage works again; its data files were not removed",
+        ) from error
 
-    def _names(self) -> list[str]:
-        return [entry.name for entry in self.storage.entries("")]
+
+def _with_notes(annotations: Annotations, checkpoint: Checkpoint, names: Mapping[str, list[str]]) -> Checkpoint:
+    if checkpoint.folder not in names:
+        return checkpoint
+    notes, undecodable = annotations.on(checkpoint, names)
+    if not notes and not undecodable:
+        return checkpoint
+    return replace(checkpoint, notes=notes, unread_notes=undecodable)
+
+
+def _names(storage: Storage) -> list[str]:
+    return [entry.name for entry in storage.entries("")]
 
 
 def _link_error(folder: str, place: str) -> CorruptCheckpointError:
@@ -330,11 +446,7 @@ class _UnreadHead:
         try:
             found = self._catalog.read(self.folder)
         except KeyMissingError as error:
-            raise CheckpointNotFoundError(
-                f"the checkpoint was committed in {self.folder}, which was removed since",
-                run=self._catalog.storage.url,
-                advice="retention or another process removed it; save a step that keep= keeps, or tag it",
-            ) from error
+            raise removed_since(self.folder).at(run=self._catalog.storage.url) from error
         if found.digest != self._digest:
             raise CorruptCheckpointError(
                 "this manifest is not the one that was committed", file=paths.key(self.folder, paths.MANIFEST)

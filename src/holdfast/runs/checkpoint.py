@@ -11,20 +11,37 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
-from holdfast.errors import HoldfastError, StorageError
+from holdfast.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    HoldfastError,
+    KeyDamagedError,
+    KeyMissingError,
+    StorageError,
+)
 from holdfast.ondisk import paths
 from holdfast.ondisk.codec import decode
 from holdfast.ondisk.inline import tensor_of_text
-from holdfast.ondisk.manifest import STATE_DICT_NOTE, Manifest, ManifestHead, Ranking
+from holdfast.ondisk.manifest import (
+    MAX_MANIFEST_BYTES,
+    STATE_DICT_NOTE,
+    Body,
+    Manifest,
+    ManifestHead,
+    Ranking,
+    decode_manifest,
+)
+from holdfast.ondisk.manifest_body import body_of
 from holdfast.runs.annotations import Note, Notes, sum_up
 from holdfast.runs.assets import Assets, stored_assets
 from holdfast.storage.base import Storage
+from holdfast.storage.documents import read_document
 
 logger = logging.getLogger("holdfast")
 
-__all__ = ["Checkpoint", "Scan", "Skipped", "first_unreadable", "numbers_of"]
+__all__ = ["Checkpoint", "Scan", "Skipped", "first_unreadable", "numbers_of", "removed_since", "without_tensors"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +51,8 @@ class Checkpoint:
     `progress`, `extra` and `config` are decoded at each access: what a caller changes in them is the caller's own.
     """
 
-    head: Manifest | ManifestHead = field(repr=False)
+    # A plain `Body` is all but the tensors: the manifest is read again for them.
+    head: Body = field(repr=False)
     digest: str
     storage: Storage = field(repr=False)
     notes: tuple[Note, ...] = field(repr=False, default=())
@@ -43,11 +61,12 @@ class Checkpoint:
 
     @cached_property
     def manifest(self) -> Manifest:
-        """Return the whole commit record; a HoldfastError when it has its digest and cannot be decoded."""
+        """Return the whole commit record; a HoldfastError when it has its digest and cannot be decoded, or has to be
+        read again and is not there any more."""
         if isinstance(self.head, Manifest):
             return self.head
         try:
-            opened = self.head.opened()
+            opened = _read_again(self) if type(self.head) is Body else cast(ManifestHead, self.head).opened()
         except HoldfastError as error:
             raise error.at(run=self.storage.url, file=paths.key(self.folder, paths.MANIFEST)) from None
         # It replaces the text of the manifest, which is not needed any more and is as large as the file.
@@ -169,6 +188,35 @@ class Checkpoint:
 
     def __hash__(self) -> int:
         return hash(self.digest)
+
+
+def without_tensors(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint without its tensors, which take most of its memory, and without notes. They are read again
+    when they are used."""
+    if type(checkpoint.head) is Body:
+        return checkpoint
+    return Checkpoint(body_of(checkpoint.head), checkpoint.digest, checkpoint.storage)
+
+
+def _read_again(checkpoint: Checkpoint) -> Manifest:
+    try:
+        data = read_document(checkpoint.storage, checkpoint.key(paths.MANIFEST), MAX_MANIFEST_BYTES)
+    except KeyMissingError as error:
+        raise removed_since(checkpoint.folder) from error
+    except KeyDamagedError as error:
+        raise CorruptCheckpointError(error.problem, advice=error.advice) from None
+    manifest, digest = decode_manifest(data)
+    if digest != checkpoint.digest or body_of(manifest) != checkpoint.head:
+        raise CorruptCheckpointError("this manifest is not the one that was committed")
+    return manifest
+
+
+def removed_since(folder: str) -> CheckpointNotFoundError:
+    """Return the error for a checkpoint that was seen and whose manifest is gone when it is needed."""
+    return CheckpointNotFoundError(
+        f"the checkpoint was committed in {folder}, which was removed since",
+        advice="retention or another process removed it; save a step that keep= keeps, or tag it",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from holdfast.runs.process_identity import Identity, is_alive
 from holdfast.runs.readers import Readers
 from holdfast.runs.retention import Decision, KeepPolicy, Record, retain
 from holdfast.runs.selection import first_names, metric_names
+from holdfast.runs.standing import Standing, added_since, are_unchanged
 from holdfast.runs.verify import verify
 from holdfast.runs.worker import WorkerThread
 
@@ -74,6 +75,9 @@ class Housekeeper:
         self._cleared = False
         self._waiting = threading.Event()
         self._durable: set[str] = set()
+        # What the last cleanup decided, and what was added and not synced since.
+        self._standing: Standing | None = None
+        self._unsynced: list[Checkpoint] = []
         self._suspected: dict[Checkpoint, str] = {}
         self._lock = threading.Lock()
         self._warned_of_metrics = False
@@ -95,7 +99,8 @@ class Housekeeper:
 
     def _take_turn(self) -> None:
         self._waiting.clear()
-        self.clean_up()
+        if not self._add_to_standing():
+            self._clean_up(self._catalog.rescan if self._cleared else self._catalog.scan)
 
     def clear_debris_in_background(self) -> None:
         """Run `clear_debris` in the worker thread. A failure is logged; the next cleanup does it again."""
@@ -120,15 +125,16 @@ class Housekeeper:
 
     def plan(self) -> list[Decision]:
         """Return what a cleanup would keep and remove, and why. Changes nothing."""
-        return self._plan(self._catalog.scan())
+        return self._plan(self._catalog.scan())[1]
 
-    def clear_debris(self) -> None:
-        """Remove the bytes of closed attempts and of interrupted deletions, and notes on checkpoints that are gone."""
+    def clear_debris(self, look: Callable[[], Scan] | None = None) -> None:
+        """Remove the bytes of closed attempts and of interrupted deletions, and notes on checkpoints that are gone.
+        look: how the run is scanned; by default every manifest is read."""
         self._may_write()
         self._note_damage()
         self._readers.sweep()
         notes = self._catalog.annotations.names()
-        scan = self._catalog.scan()
+        scan = look() if look is not None else self._catalog.scan()
         self._collect(scan)
         _remove_lost_notes(self._catalog, notes, scan)
         for folder in list(self._doomed):
@@ -137,11 +143,17 @@ class Housekeeper:
 
     def clean_up(self) -> list[Decision]:
         """Clear debris, move the links and remove what is not kept; return what was decided."""
-        self.clear_debris()
+        return self._clean_up(self._catalog.scan)
+
+    def _clean_up(self, look: Callable[[], Scan]) -> list[Decision]:
+        """Do what `clean_up` does. look: how the run is scanned; manifests that were read before need not be read
+        again, because those on which a removal depends are."""
+        self._standing = None
+        self.clear_debris(look)
         while True:
             notes = self._catalog.annotations.names()
-            scan = self._catalog.scan()
-            plan = self._plan(scan)
+            scan = look()
+            records, plan = self._plan(scan)
             gone = {decision.folder for decision in plan if not decision.keep}
             kept = [found for found in scan.checkpoints if found.folder not in gone]
             if self._updates_links:
@@ -150,9 +162,46 @@ class Housekeeper:
             going = [found for found in reversed(scan.checkpoints) if found.folder in gone]
             if going:
                 self._make_durable(kept)
-            if all(self._remove(checkpoint, notes) for checkpoint in going):
+            standing = None
+            if self._keep is not None:
+                standing = Standing(self._keep, scan, records, notes, gone=gone)
+            decisive = standing.decisive(going) if standing is not None else going
+            if not are_unchanged(decisive, self._catalog):
+                look = self._catalog.scan
+            elif all(self._remove(checkpoint, notes) for checkpoint in going):
                 self._links.remove_dangling(scan, self._doomed.keys())
+                self._keep_standing(standing, going)
                 return plan
+
+    def _add_to_standing(self) -> bool:
+        """Decide about the checkpoints that were added since the last cleanup, if nothing else has changed, and remove
+        what is not kept any more. Return False where the whole run has to be looked at."""
+        standing, self._standing = self._standing, None
+        if standing is None or self._suspected or self._doomed:
+            return False
+        self._may_write()
+        notes = self._catalog.annotations.names()
+        added = added_since(standing, notes, self._catalog)
+        if added is None or not standing.is_continued_by(added):
+            return False
+        self._readers.sweep()
+        going = standing.add(added, notes, self._records)
+        self._unsynced += added
+        if self._updates_links and not self._links.add(added, going):
+            return False
+        if going:
+            self._make_durable(self._unsynced)
+            self._unsynced = []
+        if not are_unchanged(standing.decisive(going), self._catalog):
+            return False
+        if not all(self._remove(checkpoint, notes) for checkpoint in going):
+            return False
+        self._keep_standing(standing, going)
+        return True
+
+    def _keep_standing(self, standing: Standing | None, removed: Sequence[Checkpoint]) -> None:
+        """Keep what was decided for the next cleanup, unless what was removed changes it."""
+        self._standing = standing if standing is not None and standing.outlasts(removed) else None
 
     def _make_durable(self, kept: Sequence[Checkpoint]) -> None:
         """Sync what stays before anything is removed: a process that committed it may have been killed between the
@@ -165,18 +214,8 @@ class Housekeeper:
     def annotate(self, checkpoint: Checkpoint, **content: Any) -> None:
         """Write a note on a checkpoint, but not while one is being removed; a CheckpointNotFoundError when it was."""
         with self._lock:
-            self._require(checkpoint)
+            _require_committed(checkpoint, self._catalog)
             self._catalog.annotations.add(checkpoint, **content)
-
-    def _require(self, checkpoint: Checkpoint) -> None:
-        try:
-            found = self._catalog.read(checkpoint.folder)
-        except KeyMissingError:
-            found = None
-        if found != checkpoint:
-            raise CheckpointNotFoundError(
-                f"{checkpoint.folder} was removed meanwhile", run=self._catalog.storage.url, step=checkpoint.step
-            )
 
     def _note_damage(self) -> None:
         while self._suspected:
@@ -186,42 +225,23 @@ class Housekeeper:
                 self._catalog.annotations.add(checkpoint, damage=damage)
             del self._suspected[checkpoint]
 
-    def _plan(self, scan: Scan) -> list[Decision]:
+    def _plan(self, scan: Scan) -> tuple[list[Record], list[Decision]]:
+        """Return the checkpoints as retention sees them, and what it decides."""
         if self._keep is None:
-            return [Decision(found.folder, found.step, True, ("everything is kept",)) for found in scan.checkpoints]
-        self._warn_of_unknown_metrics(scan)
-        scan = replace(scan, checkpoints=tuple(self._as_found(found) for found in scan.checkpoints))
-        records = records_of(
-            scan,
+            kept = [Decision(found.folder, found.step, True, ("everything is kept",)) for found in scan.checkpoints]
+            return [], kept
+        if not self._warned_of_metrics:
+            self._warned_of_metrics = _warn_of_unknown_metrics(self._keep, scan)
+        records = self._records([_with_damage(found, self._suspected.get(found)) for found in scan.checkpoints])
+        return records, retain(records, self._keep)
+
+    def _records(self, checkpoints: Sequence[Checkpoint]) -> list[Record]:
+        return records_of(
+            Scan(tuple(checkpoints), (), ()),
             reading=self._readers.folders(),
             in_use=self._in_use(),
             own_line=self._own_line,
         )
-        return retain(records, self._keep)
-
-    def _as_found(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Return the checkpoint with damage that is suspected and not noted yet."""
-        damage = self._suspected.get(checkpoint)
-        if damage is None:
-            return checkpoint
-        return replace(
-            checkpoint, notes=(*checkpoint.notes, Note(checkpoint=checkpoint.digest, created="", damage=damage))
-        )
-
-    def _warn_of_unknown_metrics(self, scan: Scan) -> None:
-        """Log once a metric that no checkpoint has: it may be reported later, or be misspelled."""
-        if self._warned_of_metrics or self._keep is None or not scan.checkpoints:
-            return
-        known = metric_names(scan.checkpoints)
-        unknown = sorted({metric for metric, _ in self._keep.metrics} - known)
-        if unknown:
-            self._warned_of_metrics = True
-            logger.warning(
-                "no checkpoint has the metric '%s' that KeepBest ranks by (there are: %s); until one is saved or "
-                "reported with it, all rank as the worst",
-                unknown[0],
-                first_names(known) or "none",
-            )
 
     def _remove(self, checkpoint: Checkpoint, notes: Sequence[str]) -> bool:
         """Remove a checkpoint unless it is in use. Return False when a note was written since the plan was made, which
@@ -282,19 +302,54 @@ class Housekeeper:
             if folder in reading:
                 continue
             self._catalog.attempts.clear(folder)
-            if self._writer_is_gone(folder):
+            if _writer_is_gone(self._catalog, folder):
                 self._catalog.remove(folder)
 
-    def _writer_is_gone(self, folder: str) -> bool:
-        """Return whether no process is left that could commit a closed attempt once its marker is removed."""
-        try:
-            return _is_dead(self._catalog.attempts.read(folder))
-        except KeyMissingError:
-            # A process that has not written its record has written nothing, and checks its lease before it commits.
-            return True
-        except DamagedRecordError:
-            # Also a link or a special file in its place, which no listing shows: the writer is unknown, and may live.
-            return False
+
+def _require_committed(checkpoint: Checkpoint, catalog: Catalog) -> None:
+    try:
+        found = catalog.look(checkpoint.folder)
+    except KeyMissingError:
+        found = None
+    if found != checkpoint:
+        raise CheckpointNotFoundError(
+            f"{checkpoint.folder} was removed meanwhile", run=catalog.storage.url, step=checkpoint.step
+        )
+
+
+def _with_damage(checkpoint: Checkpoint, damage: str | None) -> Checkpoint:
+    """Return the checkpoint with damage that is suspected and not noted yet."""
+    if damage is None:
+        return checkpoint
+    return replace(checkpoint, notes=(*checkpoint.notes, Note(checkpoint=checkpoint.digest, created="", damage=damage)))
+
+
+def _warn_of_unknown_metrics(keep: KeepPolicy, scan: Scan) -> bool:
+    """Log a metric that no checkpoint has, and return whether there is one: it may be reported later, or be
+    misspelled."""
+    known = metric_names(scan.checkpoints)
+    unknown = sorted({metric for metric, _ in keep.metrics} - known)
+    if not unknown or not scan.checkpoints:
+        return False
+    logger.warning(
+        "no checkpoint has the metric '%s' that KeepBest ranks by (there are: %s); until one is saved or "
+        "reported with it, all rank as the worst",
+        unknown[0],
+        first_names(known) or "none",
+    )
+    return True
+
+
+def _writer_is_gone(catalog: Catalog, folder: str) -> bool:
+    """Return whether no process is left that could commit a closed attempt once its marker is removed."""
+    try:
+        return _is_dead(catalog.attempts.read(folder))
+    except KeyMissingError:
+        # A process that has not written its record has written nothing, and checks its lease before it commits.
+        return True
+    except DamagedRecordError:
+        # Also a link or a special file in its place, which no listing shows: the writer is unknown, and may live.
+        return False
 
 
 def _log_failure(
@@ -335,11 +390,13 @@ def records_of(
             metrics=numbers_of(found.known_metrics),
             tags=found.tags,
             on_line=found.folder in line,
-            shield=_shield(found, reading, in_use) or _shield_of_line(found, line, start),
+            shield=shield,
+            shield_lasts=lasts,
             counts=not found.damage,
             replaced=found.folder in replaced,
         )
         for found in scan.checkpoints
+        for shield, lasts in (_shield(found, reading, in_use, line, start),)
     ]
 
 
@@ -354,16 +411,23 @@ def _replaced(line: Iterable[Checkpoint]) -> set[str]:
     return folders
 
 
-def _shield(checkpoint: Checkpoint, reading: Set[str], in_use: Set[str | None]) -> str:
+def _shield(
+    checkpoint: Checkpoint,
+    reading: Set[str],
+    in_use: Set[str | None],
+    line: Set[str],
+    start: tuple[int, str] | None,
+) -> tuple[str, bool]:
+    """Return why a checkpoint stays whatever the policy chooses, and whether that lasts, however the line goes on."""
     if checkpoint.damage:
-        return f"damaged, kept for inspection: {checkpoint.damage}"
+        return f"damaged, kept for inspection: {checkpoint.damage}", True
     if checkpoint.unread_notes:
-        return f"what was noted on it cannot be read: {checkpoint.unread_notes[0]}"
+        return f"what was noted on it cannot be read: {checkpoint.unread_notes[0]}", False
     if checkpoint.folder in reading:
-        return "a process is reading it"
+        return "a process is reading it", False
     if checkpoint.digest in in_use:
-        return "this training continues from it"
-    return ""
+        return "this training continues from it", False
+    return _shield_of_line(checkpoint, line, start), True
 
 
 def _shield_of_line(checkpoint: Checkpoint, line: Set[str], start: tuple[int, str] | None) -> str:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from holdfast.errors import HoldfastError, StorageError, UsageError
+from holdfast.errors import HoldfastError, KeyMissingError, StorageError, UsageError
 from holdfast.ondisk import paths
 from holdfast.ondisk.manifest import Ranking
 from holdfast.runs.catalog import Catalog
@@ -34,15 +34,21 @@ class Links:
         self._catalog = catalog
         self._template = template
         self._ranking = ranking
+        self._bests: dict[str, Checkpoint] | None = None
 
     def update(self, kept: Sequence[Checkpoint]) -> None:
         """Create or move the links to these checkpoints, the latest first; remove outdated ones of the same kinds."""
         links = features_of(self._catalog.storage).links
         if links is None:
             return
-        wanted = self._wanted(kept)
+        self._bests = None
+        sound = [checkpoint for checkpoint in kept if not checkpoint.damage]
+        bests = self._best(sound)
+        wanted = self._wanted(kept, sound, bests)
         try:
             present = links.targets()
+            if sound and self._is_new(present.get(paths.LATEST_LINK, ""), kept, sound[0].sequence):
+                del wanted[paths.LATEST_LINK]
             for name, target in wanted.items():
                 if present.get(name) != target:
                     links.point(name, target)
@@ -51,6 +57,29 @@ class Links:
                     links.remove(name)
         except StorageError as error:
             logger.warning("the links could not be moved: %s", error)
+            return
+        self._bests = bests
+
+    def add(self, added: Sequence[Checkpoint], removed: Sequence[Checkpoint]) -> bool:
+        """Move the links after checkpoints were added that are later than all others and sound. Return False where all
+        that stay have to be known for that. `latest` was moved by the commit."""
+        links = features_of(self._catalog.storage).links
+        if links is None:
+            return True
+        known, self._bests = self._bests, None
+        if known is None or self._template is not None or any(found in removed for found in known.values()):
+            return False
+        bests = self._best([*known.values(), *added])
+        before = self._best_links(known)
+        try:
+            for name, target in self._best_links(bests).items():
+                if before.get(name) != target:
+                    links.point(name, target)
+        except StorageError as error:
+            logger.warning("the links could not be moved: %s", error)
+            return False
+        self._bests = bests
+        return True
 
     def remove_dangling(self, scan: Scan, removed: Set[str]) -> None:
         """Remove links to folders that hold no checkpoint any more, whatever template named them. `removed`: such
@@ -69,26 +98,43 @@ class Links:
         except StorageError as error:
             logger.warning("links that lead nowhere could not be removed: %s", error)
 
-    def _wanted(self, kept: Sequence[Checkpoint]) -> dict[str, str]:
-        """Return the names of the links that there shall be, each with its folder."""
-        sound = [checkpoint for checkpoint in kept if not checkpoint.damage]
+    def _is_new(self, folder: str, kept: Sequence[Checkpoint], sequence: int) -> bool:
+        """Return whether a folder holds a checkpoint that was committed after these were listed, by a save that has
+        moved `latest` since. sequence: that of the newest sound one among them."""
+        if paths.parse_folder(folder) is None or any(found.folder == folder for found in kept):
+            return False
+        try:
+            return self._catalog.look(folder).sequence > sequence
+        except KeyMissingError:
+            return False
+        except StorageError:
+            return True  # it cannot be read now, and may be: the next cleanup decides
+        except HoldfastError:
+            return False
+
+    def _wanted(
+        self, kept: Sequence[Checkpoint], sound: Sequence[Checkpoint], bests: Mapping[str, Checkpoint]
+    ) -> dict[str, str]:
+        """Return the names of the links that there shall be, each with its folder. `bests`: by metric."""
         wanted = {paths.LATEST_LINK: sound[0].folder} if sound else {}
-        wanted |= self._best(sound)
+        wanted |= self._best_links(bests)
         if self._template is not None:
             wanted |= _named(kept, self._template)
         return wanted
 
-    def _best(self, sound: Sequence[Checkpoint]) -> dict[str, str]:
-        """Return `best`, and one link for each metric when there are several."""
-        found: dict[str, str] = {}
-        for metric, mode in self._ranking:
-            best = best_of(sound, metric, mode)
-            if best is None:
-                continue
-            found.setdefault(paths.BEST_LINK, best.folder)
+    def _best(self, sound: Sequence[Checkpoint]) -> dict[str, Checkpoint]:
+        """Return the best checkpoint by each metric that there is one for."""
+        bests = {metric: best_of(sound, metric, mode) for metric, mode in self._ranking}
+        return {metric: best for metric, best in bests.items() if best is not None}
+
+    def _best_links(self, bests: Mapping[str, Checkpoint]) -> dict[str, str]:
+        """Return `best`, and one link for each metric when there are several, each with its folder."""
+        wanted: dict[str, str] = {}
+        for metric, best in bests.items():
+            wanted.setdefault(paths.BEST_LINK, best.folder)
             if len(self._ranking) > 1:
-                found[f"{paths.BEST_LINK}-{_NOT_IN_A_NAME.sub('_', metric)}"] = best.folder
-        return found
+                wanted[f"{paths.BEST_LINK}-{_NOT_IN_A_NAME.sub('_', metric)}"] = best.folder
+        return wanted
 
     def _is_own(self, name: str, target: str) -> bool:
         """Return whether a link is one that this class makes: of those that lead to a checkpoint only they may go."""

@@ -14,7 +14,8 @@ from holdfast.errors import HoldfastError, StorageError
 from holdfast.runs.attempts import AttemptRecord
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.events import Event, Observer
-from holdfast.runs.process_identity import is_alive, parent_of
+from holdfast.runs.lease import holder
+from holdfast.runs.process_identity import is_alive, orphaned_writers, parent_of
 
 logger = logging.getLogger("holdfast")
 
@@ -28,21 +29,33 @@ def wait_for_orphans(catalog: Catalog, timeout_seconds: float, emit: Observer = 
     checkpoint that one of them commits meanwhile."""
     deadline = time.monotonic() + timeout_seconds
     waited: list[str] = []
-    while (folder := _written_by_orphan(catalog)) is not None and time.monotonic() < deadline:
-        if folder not in waited:
+    warned = False
+    while time.monotonic() < deadline:
+        folder = _written_by_orphan(catalog)
+        if folder is None:
+            # A writer may have a save that it has not claimed a folder for yet. It ends by itself when it has none.
+            process = _writer_without_training(catalog)
+            if process is None:
+                break
+            if not warned:
+                warned = True
+                logger.warning("waiting for process %d, the writer of a training that has ended", process)
+        elif folder not in waited:
             waited.append(folder)
             logger.warning("waiting for %s, which the writer of a training that has ended is still saving", folder)
         time.sleep(_PAUSE_SECONDS)
     for folder in waited:
         # One that did not commit, or that cannot be read now, is no reason to stop a restore.
         with contextlib.suppress(HoldfastError):
-            found = catalog.read(folder)
+            found = catalog.look(folder)
             emit(Event("orphan_committed", found.step, 0, size_bytes=found.size_bytes, path=found.path))
 
 
 def _written_by_orphan(catalog: Catalog) -> str | None:
     """Return the folder of an attempt that an orphaned writer is saving; None where there is none."""
-    for folder in catalog.attempts.open_folders():
+    # By a look at the manifests, which a restore needs anyway, and not into each folder.
+    found = catalog.recollect()
+    for folder in sorted(set(found.attempts) - set(found.closed)):
         try:
             record = catalog.attempts.record(folder)
         except StorageError as error:
@@ -52,6 +65,19 @@ def _written_by_orphan(catalog: Catalog) -> str | None:
         if _is_orphan(record):
             return folder
     return None
+
+
+def _writer_without_training(catalog: Catalog) -> int | None:
+    """Return a writer process of this machine whose training held the run, has not released it, and is gone."""
+    try:
+        claim = holder(catalog.storage)
+    except StorageError as error:
+        # It does not stop a restore, as above.
+        logger.warning("whether a writer is still saving to this run is not known, and is not waited for: %s", error)
+        return None
+    if claim is None or is_alive(claim.holder) is not False:
+        return None
+    return next(orphaned_writers(claim.holder.process), None)
 
 
 def _is_orphan(record: AttemptRecord) -> bool:

@@ -6,14 +6,17 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
-__all__ = ["Identity", "birth_of", "is_alive", "parent_of", "seconds_since_birth", "this_process"]
+__all__ = ["Identity", "birth_of", "is_alive", "orphaned_writers", "parent_of", "seconds_since_birth", "this_process"]
 
+# What the command line of every writer process has in it.
+WRITER_MARK = b"holdfast.saving.writer"
 _STATE, _PARENT, _BIRTH = 0, 1, 19
 _FIRST_LOOK = time.monotonic()
 # The number that Linux gives to the time namespace that every process is in unless it was put into another.
@@ -81,6 +84,23 @@ def parent_of(process: int) -> int | None:
     """Return the number of the parent; None for a process that is gone or cannot be seen."""
     fields = _living(process)
     return int(fields[_PARENT]) if fields else None
+
+
+def orphaned_writers(trainer: int) -> Iterator[int]:
+    """Yield the writer processes that a process with this number has started and left behind: by their command line,
+    which ends with that number, and by their parent, which is another one since."""
+    if not _proc_is_ours(os.getpid()):
+        return
+    for entry in os.listdir("/proc"):
+        if not entry.isdecimal():
+            continue
+        try:
+            words = Path(f"/proc/{entry}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        is_writer = len(words) > 2 and any(WRITER_MARK in word for word in words)
+        if is_writer and words[-2] == str(trainer).encode() and parent_of(int(entry)) not in (None, trainer):
+            yield int(entry)
 
 
 @cache

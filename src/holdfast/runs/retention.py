@@ -103,6 +103,7 @@ class Record(NamedTuple):
     shield: why it may not be deleted whatever the policy chooses, such as "being read"; empty when nothing shields it.
     counts: whether it may take a place in a policy; a damaged one may not.
     replaced: a later checkpoint of the same step, on the same line, takes its place in a policy.
+    shield_lasts: whether the shield holds whatever checkpoints are added to the line; that of a reader ends with it.
     """
 
     folder: str
@@ -115,6 +116,7 @@ class Record(NamedTuple):
     shield: str = ""
     counts: bool = True
     replaced: bool = False
+    shield_lasts: bool = False
 
 
 class KeepPolicy(ABC):
@@ -134,6 +136,12 @@ class KeepPolicy(ABC):
 
     def parts(self) -> tuple[KeepPolicy, ...]:
         return (self,)
+
+    def open_choice(self, chosen: Sequence[Record]) -> Sequence[Record] | None:
+        """Return those of the records that it has chosen, given with the newest first, on which its choice depends when
+        later checkpoints are added to the line, each of a higher step; it keeps the others whatever is added. None
+        where that is not known: then all are considered each time."""
+        return None
 
     def __or__(self, other: KeepPolicy) -> KeepPolicy:
         if not isinstance(other, KeepPolicy):
@@ -164,6 +172,9 @@ class KeepLast(KeepPolicy):
     def choose(self, records: Sequence[Record]) -> dict[str, str]:
         reason = f"among the last {self.n}"
         return {record.folder: reason for record in newest_first(_on_line(records))[: self.n]}
+
+    def open_choice(self, chosen: Sequence[Record]) -> Sequence[Record]:
+        return chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +217,9 @@ class KeepBest(KeepPolicy):
         best = pick(self.n, ranked, key=lambda record: record.metrics[self.metric])
         return {record.folder: self._reason(record) for record in [*best, *nans, *unknown][: self.n]}
 
+    def open_choice(self, chosen: Sequence[Record]) -> Sequence[Record]:
+        return chosen
+
     def _reason(self, record: Record) -> str:
         value = record.metrics.get(self.metric)
         if not isinstance(value, NUMBER):
@@ -231,6 +245,10 @@ class KeepEvery(KeepPolicy):
             return _spaced_by(_on_line(records), self.minutes)
         return _first_of_each(_on_line(records), self.steps) if self.steps is not None else {}
 
+    def open_choice(self, chosen: Sequence[Record]) -> Sequence[Record]:
+        """Return the last that it has chosen: the next is measured from it, and what it keeps once, it keeps."""
+        return chosen[:1] if self.minutes is not None else sorted(chosen, key=attrgetter("step"))[-1:]
+
 
 @dataclass(frozen=True, slots=True)
 class KeepTagged(KeepPolicy):
@@ -239,6 +257,9 @@ class KeepTagged(KeepPolicy):
     def choose(self, records: Sequence[Record]) -> dict[str, str]:
         return {record.folder: f"tagged {', '.join(map(repr, record.tags))}" for record in records if record.tags}
 
+    def open_choice(self, chosen: Sequence[Record]) -> Sequence[Record]:
+        return ()
+
 
 @dataclass(frozen=True, slots=True)
 class KeepAll(KeepPolicy):
@@ -246,6 +267,9 @@ class KeepAll(KeepPolicy):
 
     def choose(self, records: Sequence[Record]) -> dict[str, str]:
         return {record.folder: "everything is kept" for record in records}
+
+    def open_choice(self, chosen: Sequence[Record]) -> Sequence[Record]:
+        return ()
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -23,16 +23,19 @@ class WorkerThread:
     def submit(self, work: Callable[[], None]) -> None:
         """Run a function after those that were submitted before."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="holdfast-save", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="holdfast-save", daemon=True)
+            # Only one that runs is kept: where the system has no more threads, the next work tries again.
+            thread.start()
+            self._thread = thread
         self._work.put(work)
 
     def wait(self) -> None:
         """Return when everything that was submitted so far is done."""
-        if self._thread is not None:
+        thread = self._thread
+        if thread is not None:
             done = threading.Event()
             self._work.put(done.set)
-            while not done.wait(_LOOK_SECONDS) and self._thread.is_alive():
+            while not done.wait(_LOOK_SECONDS) and thread.is_alive():
                 pass
 
     def stop(self) -> None:

@@ -26,10 +26,12 @@ declares nothing. `StorageContract` checks that what is declared works.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self, runtime_checkable
+
+import msgspec
 
 from holdfast.errors import UsageError
 
@@ -44,6 +46,7 @@ __all__ = [
     "StorageFeatures",
     "alignment_of",
     "features_of",
+    "folder_names",
 ]
 
 Bytes = bytes | bytearray | memoryview
@@ -52,8 +55,7 @@ Bytes = bytes | bytearray | memoryview
 WRITE_PIECE_BYTES = 8 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True, gc=False):
     """One name directly inside a folder. `size_bytes` is None for a folder."""
 
     name: str
@@ -185,11 +187,23 @@ class StorageFeatures:
     displace: Callable[[str], str] | None = None
     """Rename whatever has the name of a key, also what is no value; return the new key, in the same folder."""
 
+    folder_names: Callable[[str], Iterable[str]] | None = None
+    """Return the names of the folders directly inside a folder, in any order: those that `entries` gives, but faster,
+    because nothing else is looked at. A run of thousands of checkpoints is listed in every save."""
+
     identity: Callable[[], Hashable | None] | None = None
     """Return a value that is equal for two storages at the same place under different URLs; None if it is not known."""
 
 
 _MINIMAL_FEATURES = StorageFeatures()
+
+
+def folder_names(storage: Storage, folder: str) -> Iterable[str]:
+    """Return the names of the folders directly inside a folder, in any order."""
+    listed = features_of(storage).folder_names
+    if listed is not None:
+        return listed(folder)
+    return [entry.name for entry in storage.entries(folder) if entry.size_bytes is None]
 
 
 def features_of(storage: Storage) -> StorageFeatures:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from holdfast.errors import UsageError
 
-__all__ = ["TEMPORARY_PREFIX", "folder_parts", "is_part", "key_parts"]
+__all__ = ["TEMPORARY_PREFIX", "folder_parts", "is_part", "key_parts", "parts_among"]
 
 # Names that a storage may use for files on their way to their key. They are no keys, and are never listed.
 TEMPORARY_PREFIX = ".tmp-"
@@ -32,6 +34,16 @@ def folder_parts(folder: str) -> tuple[str, ...]:
 def is_part(part: str) -> bool:
     """Return whether this may be one part of a key."""
     return _complaint(part) == ""
+
+
+def parts_among(names: Iterable[str]) -> list[str]:
+    """Return those of these names, none of which is empty, that may be a part of a key. Names in which no character
+    could make one refuse it, as nearly always, are looked at all together."""
+    found = list(names)
+    joined = "/".join(("", *found))
+    if joined.isascii() and not any(sign in joined for sign in ("\\", "\0", "/.")) and joined.count("/") == len(found):
+        return found
+    return [name for name in found if is_part(name)]
 
 
 def _complaint(part: str) -> str:

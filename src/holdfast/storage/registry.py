@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Hashable
-from importlib import metadata
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
@@ -79,6 +78,9 @@ def path_of_file_url(url: str) -> str:
 
 
 def _opener(scheme: str, url: str) -> Callable[[str], Storage]:
+    # Here, because a run in a folder needs none, and the import takes as long as all of Holdfast's storage.
+    from importlib import metadata
+
     registered: EntryPoints = metadata.entry_points(group=ENTRY_POINT_GROUP)
     for entry in registered:
         if entry.name.lower() == scheme:

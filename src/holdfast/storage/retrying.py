@@ -69,8 +69,8 @@ def with_retries(storage: Storage) -> Storage:
 
 
 class RetryingStorage:
-    """Any storage, whose `open`, `read`, `entries`, `read_into` and `targets` of links are repeated. All else is the
-    storage's own."""
+    """Any storage, whose `open`, `read`, `entries`, `folder_names`, `read_into` and `targets` of links are repeated.
+    All else is the storage's own."""
 
     def __init__(self, inner: Storage) -> None:
         self.inner = inner
@@ -82,7 +82,11 @@ class RetryingStorage:
     @property
     def features(self) -> StorageFeatures:
         found = features_of(self.inner)
-        return found if found.links is None else replace(found, links=_RetryingLinks(found.links))
+        if found.links is not None:
+            found = replace(found, links=_RetryingLinks(found.links))
+        if (listed := found.folder_names) is not None:
+            found = replace(found, folder_names=lambda folder: _retried(lambda: listed(folder), folder))
+        return found
 
     def put(self, key: str, data: bytes) -> None:
         self.inner.put(key, data)

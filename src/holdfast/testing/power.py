@@ -101,9 +101,9 @@ class PowerLossDisk(Disk):
             super().remove_folder(folder, name)
             self.model.folder(folder).change({name: None})
 
-    def list_names(self, folder: int) -> list[str]:
+    def list_kinds(self, folder: int) -> dict[str, int]:
         self.model.require_life()
-        return super().list_names(folder)
+        return super().list_kinds(folder)
 
     def fsync_folder(self, folder: int) -> None:
         # Only in the model: the scratch folder itself needs no durability, and the tests need speed.

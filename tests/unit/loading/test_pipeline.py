@@ -21,6 +21,7 @@ from holdfast.runs.catalog import Catalog
 from holdfast.runs.selector import parse_selector
 from holdfast.storage.registry import open_storage
 from holdfast.testing import simulate_ranks
+from tests.counting import calls
 
 
 class Slow:
@@ -127,3 +128,26 @@ def test_each_further_candidate_takes_three_agreements(tmp_path: Path) -> None:
     found = simulate_ranks(2, restore)
     again = ["claim the next candidate", "fit", "check"]
     assert found == [["resolve", "fit", "check", *again, "restore values", "restore tensors"]] * 2
+
+
+class Many:
+    """Very many small tensors."""
+
+    def __init__(self, count: int) -> None:
+        self.tensors = {f"t{index:05d}": torch.randn(9) for index in range(count)}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return dict(self.tensors)
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        torch._foreach_copy_([self.tensors[name] for name in state], list(state.values()))
+
+
+def test_a_small_tensor_adds_few_calls_to_a_restore(tmp_path: Path) -> None:
+    counts = []
+    for count in (100, 300):
+        with holdfast.CheckpointManager(tmp_path / str(count), {"many": Many(count)}, mode="sync") as manager:
+            manager.save(1)
+            manager.restore()
+            counts.append(calls(manager.restore))
+    assert (counts[1] - counts[0]) / 200 <= 44

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import time
 import tracemalloc
@@ -486,3 +487,11 @@ def test_a_file_that_claims_to_be_huge_costs_nothing_to_list() -> None:
 def test_a_value_that_is_no_text_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="no text"):
         encode_manifest(msgspec.structs.replace(small(), config={"a\ud800b": 1}))
+
+
+def test_records_of_tensors_are_not_tracked_by_the_garbage_collector() -> None:
+    """There may be hundreds of thousands of them, and they can be in no cycle."""
+    chunk = ChunkRecord(file="f", start=0, offsets=(0,), sizes=(1,), digests=("0" * 64,))
+    tensor = TensorRecord(name="t", dtype="float32", shape=(1,), chunks=(chunk,))
+    assert not gc.is_tracked(chunk)
+    assert not gc.is_tracked(tensor)

@@ -96,8 +96,9 @@ class Run:
         )
         return self.keeper
 
-    def save(self, step: int, *, tags: tuple[str, ...] = (), **metrics: Any) -> Checkpoint:
-        request = SaveRequest(step, {"part": Part()}, UserMetadata(metrics=encoded_metrics(metrics), tags=tuple(tags)))
+    def save(self, step: int, *, tags: tuple[str, ...] = (), resave: bool = False, **metrics: Any) -> Checkpoint:
+        metadata = UserMetadata(metrics=encoded_metrics(metrics), tags=tuple(tags))
+        request = SaveRequest(step, {"part": Part()}, metadata, resave=resave)
         return self.catalog.read(self.saver.save(step, lambda: request).result().folder)
 
     def die(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from holdfast.ranks.single import Alone
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.cleanup import Housekeeper
 from holdfast.saving.pipeline import Saver
+from holdfast.storage.local.local import LocalStorage
 from tests.unit.runs.scene import (
     Unreadable,
     names,
@@ -53,3 +55,13 @@ def test_attempts_can_be_closed_by_two_at_once(storage: Any) -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: Catalog(storage).attempts.close_older(2), range(4)))
     assert Catalog(storage).scan().closed == tuple(folders)
+
+
+def test_a_name_is_taken_by_whatever_is_there_but_an_empty_folder(tmp_path: Path) -> None:
+    attempts = Catalog(LocalStorage(tmp_path)).attempts
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "link").symlink_to("nowhere")
+    assert [attempts.is_taken(name) for name in ("missing", "folder", "file", "link")] == [False, False, True, True]
+    (tmp_path / "folder" / "manifest.json").write_bytes(b"{}")
+    assert attempts.is_taken("folder")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Callable
@@ -11,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from holdfast.errors import StorageError
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.link_names import LinkTemplate
+from holdfast.runs.links import Links, point_latest
 from holdfast.runs.readers import reading
 from holdfast.runs.retention import KeepAll, KeepBest, KeepLast, KeepTagged
 from holdfast.storage.local.local import LocalStorage
@@ -38,6 +41,41 @@ def test_latest_leads_to_the_newest_also_when_it_was_lost_or_moved(run: Run) -> 
     run.storage.features.links.point("latest", folder(1))
     run.keeper.clean_up()
     assert run.links == {"latest": folder(2)}
+
+
+def test_latest_is_not_moved_back_by_a_cleanup_that_listed_the_run_before_the_last_commit(run: Run) -> None:
+    run.keep(KeepAll())
+    run.save(1)
+    links = Links(run.catalog, template=None, ranking=())
+    listed = run.catalog.scan().checkpoints
+    second = run.save(2)
+    point_latest(run.catalog.storage, second.folder)
+    links.update(listed)
+    assert run.links == {"latest": second.folder}
+
+
+class Closed(LocalStorage):
+    """A storage in which one folder cannot be read."""
+
+    closed = ""
+
+    def open(self, key: str) -> Any:
+        if self.closed and key.startswith(self.closed):
+            raise StorageError("it may not be read", errno=errno.EACCES, file=key)
+        return super().open(key)
+
+
+def test_latest_is_not_moved_back_where_what_it_leads_to_cannot_be_read_now(run: Run) -> None:
+    run.keep(KeepAll())
+    run.save(1)
+    storage = Closed(run.catalog.storage.url)
+    catalog = Catalog(storage)
+    listed = catalog.scan().checkpoints
+    second = run.save(2)
+    point_latest(storage, second.folder)
+    storage.closed = second.folder
+    Links(catalog, template=None, ranking=()).update(listed)
+    assert run.links == {"latest": second.folder}
 
 
 def test_best_leads_to_the_best_by_the_one_metric_that_is_kept_by(run: Run) -> None:

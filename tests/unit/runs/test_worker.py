@@ -35,3 +35,21 @@ def test_a_worker_thread_goes_on_after_work_that_ends_by_an_error(caplog: pytest
     assert done == [1]
     assert "a callback left" in caplog.text
     worker.stop()
+
+
+@pytest.mark.guarantee("G6")
+def test_work_is_done_after_a_time_in_which_no_thread_could_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    done: list[int] = []
+    worker = WorkerThread()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            worker.submit(lambda: done.append(1))
+        worker.wait()
+    worker.submit(lambda: done.append(2))
+    worker.wait()
+    assert done == [2]
+    worker.stop()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import KeyDamagedError, KeyMissingError, StorageError
-from holdfast.storage.base import Storage, StorageFeatures, features_of
+from holdfast.storage.base import Storage, StorageFeatures, features_of, folder_names
 from holdfast.storage.local.disk import Disk
 from holdfast.storage.local.local import LocalStorage
 from holdfast.storage.retrying import PAUSES_SECONDS, RetryingStorage, with_retries
@@ -141,3 +141,25 @@ def test_it_declares_what_the_inner_storage_declares(tmp_path: Path) -> None:
     assert features_of(with_retries(MemoryStorage())) == StorageFeatures()
     assert with_retries(storage) is storage
     assert pickle.loads(pickle.dumps(storage)).url == str(tmp_path)
+
+
+class Stumbling(Disk):
+    """A disk whose first listings of folders fail."""
+
+    def __init__(self, failures: int, code: int = errno.EIO) -> None:
+        self.failures, self.code = failures, code
+
+    def list_folders(self, folder: int) -> list[str]:
+        self.failures -= 1
+        if self.failures >= 0:
+            raise OSError(self.code, os.strerror(self.code))
+        return super().list_folders(folder)
+
+
+@pytest.mark.guarantee("G3")
+def test_a_listing_of_folders_is_repeated(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    assert list(folder_names(with_retries(LocalStorage(tmp_path, disk=Stumbling(1))), "")) == ["folder"]
+    with pytest.raises(StorageError) as caught:
+        folder_names(with_retries(LocalStorage(tmp_path, disk=Stumbling(1, errno.EACCES))), "")
+    assert caught.value.errno == errno.EACCES

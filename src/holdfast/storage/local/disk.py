@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 
 from holdfast.storage.local.page_cache import PageCache
 
@@ -43,8 +44,21 @@ class Disk:
     def remove_folder(self, folder: int, name: str) -> None:
         os.rmdir(name, dir_fd=folder)
 
-    def list_names(self, folder: int) -> list[str]:
-        return os.listdir(folder)
+    def list_kinds(self, folder: int) -> dict[str, int]:
+        """Return the names in a folder, each with `stat.S_IFDIR` for a folder, `stat.S_IFLNK` for a link, 0 for all
+        else: most file systems tell these apart in the listing itself, without a look at each name."""
+        with os.scandir(folder) as found:
+            return {
+                entry.name: stat.S_IFDIR
+                if entry.is_dir(follow_symlinks=False)
+                else (stat.S_IFLNK if entry.is_symlink() else 0)
+                for entry in found
+            }
+
+    def list_folders(self, folder: int) -> list[str]:
+        """Return the names of the folders in a folder."""
+        with os.scandir(folder) as found:
+            return [entry.name for entry in found if entry.is_dir(follow_symlinks=False)]
 
     def fsync_folder(self, folder: int) -> None:
         os.fsync(folder)

@@ -77,9 +77,9 @@ class Folders:
     def _walk(self, handle: int, parts: list[str] | tuple[str, ...], step: Callable[[int, str], int]) -> Iterator[int]:
         try:
             for name in parts:
-                deeper = step(handle, name)
-                self._disk.close(handle)
-                handle = deeper
+                # In this order: an interrupt in between must not close a handle twice, which may be another's by then.
+                above, handle = handle, step(handle, name)
+                self._disk.close(above)
             yield handle
         finally:
             self._disk.close(handle)

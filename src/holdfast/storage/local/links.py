@@ -7,7 +7,7 @@ import os
 import stat
 
 from holdfast.errors import StorageError, UsageError
-from holdfast.storage.keys import is_part, key_parts
+from holdfast.storage.keys import key_parts, parts_among
 from holdfast.storage.local.advice import explaining
 from holdfast.storage.local.disk import Disk
 from holdfast.storage.local.folders import Folders, link_target, sync_folder
@@ -41,7 +41,8 @@ class LocalLinks:
         with explaining("listing its links", self._root):
             try:
                 with self._folders.opened([]) as root:
-                    names = sorted(name for name in self._disk.list_names(root) if is_part(name))
+                    kinds = self._disk.list_kinds(root)
+                    names = sorted(parts_among(name for name, kind in kinds.items() if kind == stat.S_IFLNK))
                     found = {name: link_target(self._disk, root, name) for name in names}
             except FileNotFoundError:
                 return {}

@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager
 
 from holdfast.errors import KeyDamagedError, UsageError
 from holdfast.storage.base import Entry, StorageFeatures
-from holdfast.storage.keys import folder_parts, is_part, key_parts
+from holdfast.storage.keys import folder_parts, key_parts, parts_among
 from holdfast.storage.local.advice import explaining
 from holdfast.storage.local.disk import Disk
 from holdfast.storage.local.folders import Folders, sync_folder
@@ -76,6 +76,8 @@ class LocalStorage:
             links=LocalLinks(self._root, self._disk, self._folders),
             clone=self._clone,
             displace=self._displace,
+            # A subclass that lists otherwise is asked itself.
+            folder_names=self._folder_names if type(self).entries is LocalStorage.entries else None,
             identity=self._identity,
         )
 
@@ -116,8 +118,11 @@ class LocalStorage:
         with self._explaining("listing it", folder):
             try:
                 with self._folders.opened(parts) as handle:
-                    names = sorted(name for name in self._disk.list_names(handle) if is_part(name))
-                    found = [self._entry(handle, name) for name in names]
+                    kinds = self._disk.list_kinds(handle)
+                    found = [
+                        Entry(name, None) if kinds[name] == stat.S_IFDIR else self._entry(handle, name)
+                        for name in sorted(parts_among(kinds))
+                    ]
             except FileNotFoundError:
                 return []
         return [entry for entry in found if entry is not None]
@@ -164,6 +169,15 @@ class LocalStorage:
             except FileNotFoundError:
                 return None
         return status.st_dev, status.st_ino
+
+    def _folder_names(self, folder: str) -> list[str]:
+        parts = folder_parts(folder)
+        with self._explaining("listing it", folder):
+            try:
+                with self._folders.opened(parts) as handle:
+                    return parts_among(self._disk.list_folders(handle))
+            except FileNotFoundError:
+                return []
 
     def _clone(self, key: str, new_key: str) -> bool:
         """Give the file of a key a second name by a hard link. Return False where the file system refuses links, or

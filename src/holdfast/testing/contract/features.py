@@ -31,7 +31,7 @@ class FeaturesContract(StorageMaker):
         assert isinstance(features, StorageFeatures)
         again = features_of(storage)
         assert (features.reopens_by_url, features.aligned_reads) == (again.reopens_by_url, again.aligned_reads)
-        for name in ("links", "clone", "displace", "identity"):
+        for name in ("links", "clone", "displace", "folder_names", "identity"):
             assert (getattr(features, name) is None) == (getattr(again, name) is None)
 
     def test_another_process_that_opens_its_url_has_the_same_storage(self, storage: Storage) -> None:
@@ -125,6 +125,20 @@ class FeaturesContract(StorageMaker):
         storage.put("folder/key", b"new")
         assert storage.read("folder/key", 3) == b"new"
         assert whole(storage, moved) == b"old"
+
+    def test_its_names_of_folders_are_those_of_its_entries(self, storage: Storage) -> None:
+        listed = features_of(storage).folder_names
+        _require(listed is not None, "folder_names")
+        assert listed is not None
+        assert list(listed("")) == list(listed("missing")) == []
+        for key in ("a", "b/c", "b/d/e", "B/c", "ü b/c", "z.2/x"):
+            storage.put(key, b"x")
+        for folder in ("", "b", "b/d", "missing"):
+            assert sorted(listed(folder)) == [entry.name for entry in storage.entries(folder) if entry.is_folder]
+        with pytest.raises(UsageError):
+            listed("../b")
+        storage.delete("B/c")
+        assert "B" not in listed("")
 
     def test_its_identity_is_that_of_another_object_on_the_same_place(self, storage: Storage) -> None:
         identity, again = features_of(storage).identity, features_of(self.reopen(storage)).identity

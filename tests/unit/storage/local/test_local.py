@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import KeyExistsError, KeyMissingError, StorageError, UsageError
-from holdfast.storage.base import Entry, Storage
+from holdfast.storage.base import Entry, Storage, folder_names
 from holdfast.storage.local.disk import Disk
 from holdfast.storage.local.local import LocalStorage
 from holdfast.storage.local.page_cache import PageCache
@@ -521,3 +521,17 @@ def _write_pieces(sink: object, count: int) -> None:
 
 def _open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
+
+
+class Filtered(LocalStorage):
+    """A storage of a user that hides a folder."""
+
+    def entries(self, folder: str) -> list[Entry]:
+        return [entry for entry in super().entries(folder) if entry.name != "hidden"]
+
+
+def test_folders_are_listed_by_the_entries_of_a_subclass_that_has_its_own(tmp_path: Path) -> None:
+    for name in ("hidden", "shown"):
+        LocalStorage(tmp_path).put(f"{name}/key", b"x")
+    assert sorted(folder_names(LocalStorage(tmp_path), "")) == ["hidden", "shown"]
+    assert list(folder_names(Filtered(tmp_path), "")) == ["shown"]
