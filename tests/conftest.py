@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -19,3 +21,10 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the many short files last: a worker that gets a long one at the end leaves the others without work."""
     items.sort(key=lambda item: "unit" in item.path.parts)
+
+
+@pytest.fixture
+def new_threads() -> Callable[[], list[str]]:
+    """The names of the threads of Holdfast that began since the test did: those of other tests may still be here."""
+    before = set(threading.enumerate())
+    return lambda: [one.name for one in threading.enumerate() if one not in before and one.name.startswith("holdfast-")]

@@ -82,13 +82,19 @@ def _record_calls(rank: int, folder: Path) -> dict[str, Crossed]:
     try:
         for mode in ("sync", "async"):
             with holdfast.CheckpointManager(folder / mode, _components(), mode=mode) as manager:
-                found[f"first save, {mode}"] = recorder.record(lambda manager=manager: manager.save(1, wait=True))
-                found[f"later save, {mode}"] = recorder.record(lambda manager=manager: manager.save(2, wait=True))
+                for name, step in (("first save", 1), ("later save", 2)):
+                    found[f"{name}, {mode}"] = recorder.record(lambda manager=manager, step=step: _save(manager, step))
         with holdfast.CheckpointManager(folder / "sync", _components(), mode="sync") as manager:
             found["restore"] = recorder.record(manager.restore)
     finally:
         recorder.stop()
     return found
+
+
+def _save(manager: holdfast.CheckpointManager, step: int) -> None:
+    """Save, and wait for the cleanup after it: else it would count for this save, the next one or none by chance."""
+    manager.save(step, wait=True)
+    manager._run.housekeeper.wait()
 
 
 def _components() -> dict[str, Any]:

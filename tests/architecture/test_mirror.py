@@ -94,17 +94,14 @@ ELSEWHERE = {
     "saving/facts": "tests/behaviour/test_resave_components.py tests/crash/test_crash_points.py",
     "saving/part_saver": "tests/behaviour/test_resave_components.py tests/distributed/test_resave_components.py",
     "saving/pipeline": "tests/behaviour/test_async.py tests/behaviour/test_life_in_one_process.py",
-    "saving/stage": "tests/behaviour/test_async.py tests/gpu/test_async_gpu.py",
     "saving/sync_saver": "tests/crash/test_crash_points.py tests/distributed/test_failures.py",
     "saving/take_over": "tests/behaviour/test_resave_components.py tests/crash/test_resave_crash_points.py",
-    "saving/write": "tests/behaviour/test_bounds.py tests/crash/test_crash_points.py",
     "saving/writer/launch": "tests/unit/saving/writer/test_client.py",
     "saving/writer/process": "tests/unit/saving/writer/test_client.py tests/distributed/test_life_under_torchrun.py",
     # What live objects are, found out by saving and restoring them.
     "state/devices/cuda_digest": "tests/unit/loading/test_gpu_digest.py tests/gpu/test_digesting_gpu.py",
     "state/frozen": "tests/behaviour/test_odd_modules.py tests/behaviour/test_subclasses.py",
     "state/modules": "tests/behaviour/test_odd_modules.py",
-    "state/optimizers": "tests/behaviour/test_odd_optimizers.py tests/behaviour/test_strictness.py",
     "state/state_dicts": "tests/behaviour/test_odd_modules.py tests/behaviour/test_odd_optimizers.py",
     "state/tensors": "tests/behaviour/test_subclasses.py tests/distributed/test_sharded.py",
     # Parts of the local storage, tested through it and by the contract of every storage.

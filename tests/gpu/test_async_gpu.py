@@ -307,7 +307,7 @@ def belongings() -> tuple[int, int]:
     """The arenas that are mapped here, and the writers."""
     gc.collect()
     arenas = sum("holdfast-arena" in line for line in Path("/proc/self/maps").read_text().splitlines())
-    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    children = " ".join(one.read_text() for one in Path("/proc/self/task").glob("*/children")).split()
     writers = sum(b"holdfast.saving.writer" in Path(f"/proc/{child}/cmdline").read_bytes() for child in children)
     return arenas, writers
 

@@ -341,24 +341,28 @@ def agree_on(label: str, words: list[str]) -> None:
             raise UsageError(f"the ranks disagree in {label}: {words[0]} on rank 0 and {word} on rank {rank}")
 
 
-Introduction = tuple[str, str, list[str], str]
-"""What a rank sends when a run is opened: the run, the mode, its components' names, and what it does with replicas."""
+Introduction = tuple[str, str, list[str], str, str]
+"""What a rank sends when a run is opened: the run, the mode, its components' names, what it does with replicas, and its
+machine."""
 
 
-def agree_on_run(words: list[Introduction]) -> None:
+def agree_on_run(words: list[Introduction]) -> tuple[int, ...]:
+    """Return for each rank how many of the ranks are on its machine. Raise where they do not fit together."""
     # Pipeline ranks may hold different components. What a name stands for may not differ, and the plan checks that.
-    if not all(names for _, _, names, _ in words):
+    if not all(names for _, _, names, *_ in words):
         raise UsageError("some ranks have no component at all")
     # Ranks that write to different folders would commit a checkpoint of which a part lies elsewhere.
     run = words[0][0]
-    agree_on("mode", [mode for _, mode, _, _ in words])
-    agree_on("replicas", [replicas for *_, replicas in words])
+    agree_on("mode", [mode for _, mode, *_ in words])
+    agree_on("replicas", [replicas for *_, replicas, _ in words])
     for rank, (other, *_) in enumerate(words):
         if other != run:
             raise UsageError(
                 f"the ranks have different runs: {run} on rank 0 and {other} on rank {rank}",
                 advice="give every rank the same run, and build managers in the same order on every rank",
             )
+    machines = [machine for *_, machine in words]
+    return tuple(map(machines.count, machines))
 
 
 def on_every_rank(ranks: Ranks, label: str, work: Callable[[], Value], *, same: str = "") -> Value:

@@ -39,6 +39,7 @@ from holdfast.saving.pipeline import Saver
 from holdfast.saving.plan import Replicas
 from holdfast.saving.request import SaveRequest
 from holdfast.saving.stage import ChosenMode
+from holdfast.saving.staging.budget import machine_name, note_ranks_here
 from holdfast.state.wrappers import United
 from holdfast.storage.base import Storage
 from holdfast.storage.registry import storage_for
@@ -84,9 +85,10 @@ class AsyncCheckpointer:
             check_limit(staging_limit_bytes)
             self._events = EventLog(checked_observers(on_event, ()))
             self._catalog = Catalog(storage_for(run, storage))
-            return self._catalog.storage.url, mode, ["state"], replicas
+            return self._catalog.storage.url, mode, ["state"], replicas, machine_name()
 
-        ranks.decide("open", introduce, agree_on_run, sends=Introduction, returns=None)
+        counts = ranks.decide("open", introduce, agree_on_run, sends=Introduction, returns=tuple[int, ...])
+        note_ranks_here(counts[ranks.rank])
         self._saver = Saver(
             self._catalog,
             ranks,

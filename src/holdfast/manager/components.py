@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -77,6 +77,16 @@ class Components:
         """Return the components of a manager's arguments, with the random state where `rng` asks for it."""
         check_stage(pipeline_stage)
         return cls(checked_components(state, rng), catalog, ranks, pipeline_stage, verify)
+
+    def while_held(self) -> Callable[[], Mapping[str, Any] | None]:
+        """Return a function that returns the live objects, or None once nobody holds this object any more."""
+        weak = weakref.ref(self)
+
+        def live() -> Mapping[str, Any] | None:
+            held = weak()
+            return held.live if held is not None else None
+
+        return live
 
     def note_restored(self, catalog: Catalog, loaded: Loaded, strategy: LoadStrategy) -> None:
         """Keep the state of components that are not attached yet: in the source, and in every save until they are."""

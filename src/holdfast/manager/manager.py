@@ -31,7 +31,7 @@ from holdfast.manager.saves import SaveArguments, Saves, Stored
 from holdfast.manager.schedule import Pace
 from holdfast.manager.triggers import Trigger
 from holdfast.ondisk.paths import check_step
-from holdfast.ranks.base import DEFAULT_TIMEOUT_SECONDS, on_leader
+from holdfast.ranks.base import DEFAULT_TIMEOUT_SECONDS, Ranks, on_leader
 from holdfast.ranks.torch_store import torch_ranks
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint
@@ -41,6 +41,7 @@ from holdfast.runs.retention import Decision, KeepPolicy
 from holdfast.saving.pipeline import Saver
 from holdfast.saving.plan import Replicas
 from holdfast.saving.stage import ChosenMode
+from holdfast.saving.staging.budget import machine_name, note_ranks_here
 from holdfast.storage.base import Storage
 from holdfast.storage.registry import storage_for
 
@@ -120,12 +121,13 @@ class CheckpointManager(Closable):
             # Last: from here on signals do not do what they did.
             self._pace = Pace(save, ranks)
             undo.callback(self._pace.close)
-            return self._catalog.storage.url, mode, sorted(self._components.live), replicas
+            return self._catalog.storage.url, mode, sorted(self._components.live), replicas, machine_name()
 
         # A manager that cannot be built leaves the handlers of signals as they were.
         with ExitStack() as undo:
             # The ranks agree once, so that what is wrong on one is known to all here and not at the first save.
-            ranks.decide("open", introduce, agree_on_run, sends=Introduction, returns=None)
+            counts = ranks.decide("open", introduce, agree_on_run, sends=Introduction, returns=tuple[int, ...])
+            note_ranks_here(counts[ranks.rank])
             self._saver = Saver(
                 self._catalog,
                 ranks,
@@ -135,14 +137,19 @@ class CheckpointManager(Closable):
                 events=self._events,
                 replicas=replicas,
             )
-            parts = self._saver, self._catalog, ranks, self._components, self._pace
-            self._run = OpenRun.connect(*parts, keep=keep, links=self._stored.links)
-            self._lifetime, self._annotator = Lifetime(self._run), Annotator(self._run)
-            self._saves = Saves(self._run, self._stored, self._annotator, resume=resume)
-            self._restores = Restores(self._run, resume=resume, verify=verify, rng=rng, timeout_seconds=timeout)
+            self._connect(ranks, resume=resume, verify=verify, rng=rng, timeout_seconds=timeout)
             if save is not None:
                 on_leader(ranks, "become the writer", self._run.become_writer, returns=None)
             undo.pop_all()
+        self._saver.prepare(self._components.while_held())
+
+    def _connect(self, ranks: Ranks, *, resume: Resume, verify: Verify, rng: bool, timeout_seconds: float) -> None:
+        """Build the parts that the calls hand over to."""
+        parts = self._saver, self._catalog, ranks, self._components, self._pace
+        self._run = OpenRun.connect(*parts, keep=self.keep, links=self._stored.links)
+        self._lifetime, self._annotator = Lifetime(self._run), Annotator(self._run)
+        self._saves = Saves(self._run, self._stored, self._annotator, resume=resume)
+        self._restores = Restores(self._run, resume=resume, verify=verify, rng=rng, timeout_seconds=timeout_seconds)
 
     def should_save(self, step: int, *, epoch: int | None = None, metrics: Mapping[str, Any] | None = None) -> bool:
         """Return whether `step` would save now. Changes nothing. Where a clock or a signal decides, all ranks must

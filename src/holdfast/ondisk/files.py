@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 from holdfast.ondisk.safetensors import Frame
 
 Pieces = Callable[[], Iterator[memoryview]]
+"""Yields bytes in order. A piece is valid until the next one is asked for."""
 
 
-class HostMemory(NamedTuple):
-    """Bytes that lie in this process's memory as the file wants them. `owner` keeps them there."""
-
-    address: int
-    size_bytes: int
-    owner: Any
+See = Callable[[memoryview], None]
+"""Gets every piece of a file once, in order, before it is yielded: what is seen is what is written."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorFile:
-    """A tensor file to write: its frame, and for each chunk of the frame, in order, where its bytes come from.
-
-    Of a chunk that comes in pieces, every piece but the last must be a multiple of a block long.
-    """
+    """A tensor file to write: its frame, and all of its bytes from the header on, in pieces of any length. `pieces` is
+    called with what sees them first, perhaps in another thread. What it returns is closed when it is not needed any
+    more, also in the middle."""
 
     name: str
     frame: Frame
-    sources: Sequence[HostMemory | Pieces]
+    pieces: Callable[[See], Generator[memoryview]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,9 @@ from holdfast.saving.coordinator import Coordinator
 from holdfast.saving.current import CurrentSave
 from holdfast.saving.files import plain_files
 from holdfast.saving.pending import PendingSave
+from holdfast.saving.preparation import Preparation
 from holdfast.saving.stage import ChosenMode, Mode, Stager
+from holdfast.saving.staging.chunks import Sources
 from holdfast.saving.staging.device_copy import best_mode
 from holdfast.saving.staging.step_hooks import StepHooks, changes_in_step_alone
 from holdfast.saving.writer.messages import Image, Job, Layout, PlainImage
@@ -38,6 +41,7 @@ __all__ = ["AsyncSaver", "StagedSave"]
 logger = logging.getLogger("holdfast")
 
 _CLOSING_SECONDS = 5.0
+_FREED_AT_ONCE_BYTES = 256 << 20
 _LONGEST_SECONDS = 1e9
 
 
@@ -64,11 +68,13 @@ class AsyncSaver:
         *,
         mode: ChosenMode,
         timeout_seconds: float,
+        staging_limit_bytes: int | None = None,
         emit: Observer = lambda event: None,
     ) -> None:
         self.worker = WorkerThread()
         self.stager = Stager()
         self.supervisor = WriterSupervisor(catalog.storage)
+        self.preparation = Preparation(self.stager, self.supervisor, ranks=ranks.size, limit_bytes=staging_limit_bytes)
         self._hooks = StepHooks(self.stager)
         self._catalog = catalog
         self._ranks = ranks
@@ -119,9 +125,21 @@ class AsyncSaver:
             pending.wait()
             raise failure
 
-    def releases(self) -> list[Callable[[], None]]:
-        """Return what has to be called, each whatever the others raise, to release everything but the connection."""
-        return [self._hooks.remove, self.supervisor.shut_down, self.stager.close]
+    def releases(self, *, at_exit: bool) -> list[Callable[[], None]]:
+        """Return what has to be called, each whatever the others raise, to release everything but the connection. At
+        the exit of the process the system releases the memory."""
+        rest = [] if at_exit else [self._release_memory]
+        return [self.preparation.stop, self._hooks.remove, self.supervisor.shut_down, *rest]
+
+    def _release_memory(self) -> None:
+        """Release the arena. To undo its page lock takes long, and the caller need not wait for it. The exit of the
+        process must: a thread that ends in the middle of a call of a device's library ends the process with it."""
+        if self.stager.held_bytes > _FREED_AT_ONCE_BYTES:
+            # At the end of a process no thread can be started.
+            with contextlib.suppress(RuntimeError):
+                threading.Thread(target=self.stager.close_in_own_thread, name="holdfast-close", daemon=False).start()
+                return
+        self.stager.close()
 
     def disconnect(self) -> None:
         """Release the connection to the other ranks of the background agreements."""
@@ -131,9 +149,9 @@ class AsyncSaver:
                 ranks.close(_CLOSING_SECONDS)
 
     def _stage(self, agreed: AgreedSave, pending: PendingSave, handoff: WriterHandoff) -> None:
-        own, memory = self._agreement.rank_plan(agreed), agreed.captured.memory
-        mode, rank = self._mode_for(memory), self._ranks.rank
-        plain = plain_files(agreed.captured, own.assignment, rank, self._coordinator.trees, agreed.request.assets)
+        own, captured = self._agreement.rank_plan(agreed), agreed.captured
+        mode, rank = self._mode_for(captured.memory), self._ranks.rank
+        plain = plain_files(captured, own.assignment, rank, self._coordinator.trees, agreed.request.assets)
         self._discard_dead_writer()
         pending.starts_writer = self.supervisor.writer is None
         arena, images = self.stager.arrange(own.files, plain)
@@ -142,14 +160,16 @@ class AsyncSaver:
         arena.begin()
         pending.size_bytes = sum(image.size_bytes for image in images) + sum(file.size_bytes for file in plain)
         pending.written_bytes = lambda: arena.written
-        job = self._next_job(agreed, own.number, self.stager.stage_plain(plain), eager=ACCELERATORS.hold_any(memory))
+        eager = bool(ACCELERATORS.among(captured.devices))
+        job = self._next_job(agreed, own.number, self.stager.stage_plain(plain), eager=eager)
         handoff.names = _file_names(job, images)
         writer.send(job)
         # Not before: the cleanup after a failure waits for a reply of this writer.
         handoff.number, handoff.writer, handoff.arena = job.number, writer, arena
         copies_later = mode in ("async_pinned", "async_device")
         optimizers = _optimizers(agreed.request.components) if copies_later else []
-        staging = self.stager.stage(memory, mode, optimizers)
+        sources = Sources(captured.memory, captured.addresses, captured.devices)
+        staging = self.stager.stage(sources, mode, optimizers)
         handoff.finish_staging = staging.finish
         if copies_later:
             self._hooks.install(optimizers)

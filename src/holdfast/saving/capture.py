@@ -9,7 +9,7 @@ import logging
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -29,7 +29,9 @@ from holdfast.state.structure_cache import Remembered, remember
 from holdfast.state.tensors import (
     dtype_name,
     held_piece,
+    host_address,
     host_pieces,
+    is_host_memory,
     is_sharded,
     mesh_of,
     ranks_of,
@@ -45,8 +47,10 @@ class Capture:
     """The state of every component as it is now, its tensors still the live ones.
 
     `texts` are the values of each tree as JSON, `digests` what ranks compare of them. `parts` are the tensors as the
-    leader must know them, and `memory` is what lies behind each of them. `structure` is a digest of all this that does
-    not change from save to save by itself.
+    leader must know them, and `memory` is what lies behind each of them, on all of the `devices`; `addresses` are where
+    its bytes lie in host memory as a file has them, 0 where torch has to copy them, and `storages` keep that memory
+    alive, whatever the tensors are given meanwhile. `structure` is a digest of all this
+    that does not change from save to save by itself.
     """
 
     trees: list[CapturedTree]
@@ -56,6 +60,9 @@ class Capture:
     meshes: tuple[MeshRecord, ...]
     frozen: tuple[FrozenEntry, ...]
     memory: list[torch.Tensor]
+    addresses: list[int]
+    storages: list[Any]
+    devices: frozenset[torch.device]
     structure: str
     mesh_ranks: tuple[tuple[int, ...], ...] = ()
 
@@ -67,11 +74,22 @@ class Capture:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What the last capture of a component found."""
+    """What the last capture of a component found. `kind`: the class of the object itself."""
 
+    kind: type
     remembered: Remembered | None
     parts: tuple[PartEntry, ...]
     meshes: frozenset[MeshRecord]
+    devices: frozenset[torch.device]
+
+
+class _Taken(NamedTuple):
+    """One tree, what is known of it, and the memory of its tensors."""
+
+    tree: CapturedTree
+    known: _Known
+    memory: Collection[torch.Tensor]
+    addresses: Sequence[int]
 
 
 class Capturer:
@@ -100,47 +118,74 @@ class Capturer:
         trees: list[CapturedTree] = []
         parts: list[tuple[PartEntry, ...]] = []
         memory: list[torch.Tensor] = []
+        addresses: list[int] = []
+        storages: list[Any] = []
         meshes: set[MeshRecord] = set()
+        devices: set[torch.device] = set()
         chosen = {name: one for name, one in components.items() if only is None or name in only}
         for index, (name, component) in enumerate(random_state_last(chosen)):
             scope = scope_of(component, rank=rank, size=size, pipeline_stage=pipeline_stage)
-            tree, known = self._take(index, name, component, components, scope)
-            trees.append(tree)
+            taken = self._take(index, name, components, scope, storages)
+            known = self._known[name] = taken.known
+            trees.append(taken.tree)
             parts.append(known.parts)
             meshes |= known.meshes
-            tensors = tree.tensors.values()
-            memory += [_local(tensor) for tensor in tensors] if known.meshes else tensors
-            self._known[name] = known
+            devices |= known.devices
+            memory += taken.memory
+            addresses += taken.addresses
         for index, one in enumerate(carried, len(trees)):
             trees.append(one.tree)
             parts.append(self._carried_parts(index, one))
             meshes |= one.meshes
             memory += one.tree.tensors.values()
+            addresses += _addresses(one.tree.tensors.values(), storages)
+            devices |= {tensor.device for tensor in one.tree.tensors.values()}
         texts = [_text(tree) for tree in trees]
         digests = tuple(_digest(tree, text) if size > 1 else "" for tree, text in zip(trees, texts, strict=True))
         ordered = tuple(sorted(meshes))
         structure = self._digest_structure(trees, parts, ordered)
         frozen = take_frozen(chosen)
         return Capture(
-            trees, texts, digests, self._every_part, ordered, frozen, memory, structure, tuple(self._mesh_ranks)
+            trees,
+            texts,
+            digests,
+            self._every_part,
+            ordered,
+            frozen,
+            memory,
+            addresses,
+            storages,
+            frozenset(devices),
+            structure,
+            tuple(self._mesh_ranks),
         )
 
     def _take(
-        self, index: int, name: str, component: Any, components: Mapping[str, Any], scope: str | None
-    ) -> tuple[CapturedTree, _Known]:
+        self, index: int, name: str, components: Mapping[str, Any], scope: str | None, storages: list[Any]
+    ) -> _Taken:
+        component = components[name]
+        kind = type(unwrap(component))
         state = component_state(name, component, components)
         _warn_of_made_state(name, component)
         known = self._known.get(name)
-        if known is not None and known.remembered is not None:
-            tree = known.remembered.recognise(state)
-            if tree is not None and tree.scope == scope and (not known.parts or known.parts[0].tree == index):
-                return tree, known
-        models = models_of(component, components)
-        tree = replace(tree_of(name, component, state, scope), model=models[0] if models else "")
+        if known is not None and known.remembered is not None and known.kind is kind:
+            found = known.remembered.recognise(state, storages)
+            if (
+                found is not None
+                and found.tree.scope == scope
+                and (not known.parts or known.parts[0].tree == index)
+                and (_has_one_model(components) or found.tree.model == _model_of(component, components))
+            ):
+                return _Taken(found.tree, known, _memory(found.tree, known.meshes), found.addresses)
+        tree = replace(tree_of(name, component, state, scope), model=_model_of(component, components))
         parts, meshes = _parts_of(index, tree, cuts_of(name, components), self._mesh_ranks)
         if known is not None and known.parts == parts:
             parts = known.parts
-        return tree, _Known(remember(tree, state), parts, meshes)
+        memory = _memory(tree, meshes)
+        devices = frozenset(tensor.device for tensor in memory)
+        return _Taken(
+            tree, _Known(kind, remember(tree, state), parts, meshes, devices), memory, _addresses(memory, storages)
+        )
 
     def _carried_parts(self, index: int, carried: CarriedTree) -> tuple[PartEntry, ...]:
         known = self._known.get(carried.tree.name)
@@ -156,7 +201,7 @@ class Capturer:
             for path, tensor in carried.tree.tensors.items()
         )
         if known is None or known.parts != parts:
-            known = self._known[carried.tree.name] = _Known(None, parts, frozenset())
+            known = self._known[carried.tree.name] = _Known(type(None), None, parts, frozenset(), frozenset())
         return known.parts
 
     def _digest_structure(
@@ -216,8 +261,26 @@ def _device_type(tensor: torch.Tensor) -> str:
     return tensor.device.type if known else UNSAMPLED
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local().detach() if is_sharded(tensor) else tensor
+def _has_one_model(components: Mapping[str, Any]) -> bool:
+    return sum(isinstance(unwrap(one), torch.nn.Module) for one in components.values()) == 1
+
+
+def _model_of(component: Any, components: Mapping[str, Any]) -> str:
+    """Return the model that has all parameters of an optimizer; empty where there is none."""
+    models = models_of(component, components)
+    return models[0] if models else ""
+
+
+def _addresses(memory: Collection[torch.Tensor], storages: list[Any]) -> list[int]:
+    """Return where the bytes of each tensor lie, and note what keeps them there."""
+    storages += [tensor.untyped_storage() for tensor in memory if is_host_memory(tensor)]
+    return list(map(host_address, memory))
+
+
+def _memory(tree: CapturedTree, meshes: Collection[MeshRecord]) -> Collection[torch.Tensor]:
+    """Return what this rank has of each tensor of a tree."""
+    tensors = tree.tensors.values()
+    return [one.to_local().detach() if is_sharded(one) else one for one in tensors] if meshes else tensors
 
 
 def _text(tree: CapturedTree) -> bytes:

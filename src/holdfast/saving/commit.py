@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 import msgspec
 
 from holdfast.errors import KeyExistsError, SaveFailedError
-from holdfast.ondisk.manifest import BLOCK_BYTES, ChunkRecord, Manifest
+from holdfast.ondisk.manifest import BLOCK_BYTES, ChunkRecord, Manifest, TensorRecord
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.lease import require_number
@@ -22,13 +22,7 @@ def commit(
 ) -> Checkpoint:
     """Write the manifest, last. What the receipts do not fully cover is not committed. `same_tensors`: a manifest with
     this listing and these chunks, but for their digests, was committed before."""
-    chunks: dict[str, list[ChunkRecord]] = {leaf.name: [] for leaf in listing.leaves}
-    for receipt in receipts:
-        for leaf, chunk in receipt.chunks:
-            chunks[leaf].append(chunk)
-    for name, written in chunks.items():
-        if not written:
-            raise SaveFailedError("no rank reported writing it", step=facts.step, leaf=name)
+    tensors = _tensors(facts, listing, receipts)
     ancestry = facts.ancestry
     manifest = Manifest(
         run_id=open_run(catalog),
@@ -41,7 +35,7 @@ def commit(
         meshes=facts.meshes,
         block_bytes=BLOCK_BYTES,
         files=tuple(file for receipt in receipts for file in receipt.files),
-        tensors=tuple(msgspec.structs.replace(leaf, chunks=tuple(chunks[leaf.name])) for leaf in listing.leaves),
+        tensors=tensors,
         trees=listing.trees,
         versions=facts.versions,
         line=ancestry.lineage.ranges,
@@ -56,3 +50,16 @@ def commit(
         # A process that took the run over in between has closed this attempt.
         require_number(catalog.storage, facts.lease, facts.lease_token)
         raise
+
+
+def _tensors(facts: Facts, listing: Listing, receipts: Sequence[Receipt]) -> tuple[TensorRecord, ...]:
+    """Return the listed leaves with the chunks that the ranks wrote. What groups them is gone when the manifest, which
+    may be as large, is encoded."""
+    chunks: dict[str, list[ChunkRecord]] = {leaf.name: [] for leaf in listing.leaves}
+    for receipt in receipts:
+        for leaf, chunk in receipt.chunks:
+            chunks[leaf].append(chunk)
+    for name, written in chunks.items():
+        if not written:
+            raise SaveFailedError("no rank reported writing it", step=facts.step, leaf=name)
+    return tuple(msgspec.structs.replace(leaf, chunks=tuple(chunks[leaf.name])) for leaf in listing.leaves)

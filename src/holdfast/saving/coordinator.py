@@ -113,7 +113,8 @@ class Coordinator:
         if all(summary.unreported for summary in summaries):
             return SavePlan(unreported=True)
         self.compare_arguments(summaries)
-        if self._lease is not None:
+        is_held = self._lease is not None
+        if is_held:
             # First of all: what is committed now may be another writer's.
             self.hold_run()
         differing = self._monitor.note_samples(summaries, request.step)
@@ -127,7 +128,7 @@ class Coordinator:
         self._summaries, self._frozen = summaries, [entry for summary in summaries for entry in summary.frozen]
         if not self._holds(summaries):
             return SavePlan()
-        return self._start(request, ())
+        return self._start(request, (), is_held=is_held)
 
     def compare_arguments(self, given: Sequence[GivenArguments]) -> None:
         """Warn, once, of arguments that another rank gave and that are not stored, because rank 0's are."""
@@ -318,21 +319,24 @@ class Coordinator:
         """Create the folder of a save that is written in the call; return its name and its claim."""
         self._check_room(needed_bytes)
         self.hold_run()
-        open_run(self._catalog)
-        # Names that are given without a look at the run are counted anew after this one.
-        self._attempts = None
-        first = self._first_attempt(step)
-        return self._catalog.attempts.claim(step, self._size, lease=self.lease, first=first)
+        first = self._next_attempt(step)
+        return self._catalog.attempts.claim_free(step, self._size, lease=self.lease, first=first)
 
-    def _start(self, request: SaveRequest, assignments: tuple[WriteAssignment, ...]) -> SavePlan:
+    def _start(
+        self, request: SaveRequest, assignments: tuple[WriteAssignment, ...], *, is_held: bool = False
+    ) -> SavePlan:
+        """Name the folder of a save. `is_held`: that this process holds the run was seen in the same decision."""
         needed_bytes = sum(self._plan.sizes)
         streamed = not self._claims and self._must_stream()
         if self._claims or streamed:
             folder, claim = self.claim_folder(request.step, needed_bytes)
         else:
             self._check_room(needed_bytes)
-            self.hold_run()
-            folder, claim = self._name(request.step), uuid.uuid4().hex
+            if not is_held:
+                self.hold_run()
+            # The leader's writer claims it later, and fails if another process was first.
+            folder = paths.folder_name(request.step, self._next_attempt(request.step))
+            claim = uuid.uuid4().hex
         self._monitor.round += 1
         return SavePlan(
             folder,
@@ -347,16 +351,18 @@ class Coordinator:
             ranks_here=neighbours(self._summaries) if assignments else (),
         )
 
-    def _name(self, step: int) -> str:
-        """Return a new folder's name. The leader's writer claims it later, and fails if another process was first."""
+    def _next_attempt(self, step: int) -> int:
+        """Return the number of an attempt at a step that no folder of the run has. The run is listed once, and not for
+        each save: only this process makes folders in it."""
         if self._attempts is None:
             open_run(self._catalog)
             self._attempts = self._catalog.attempts.highest_by_step()
-        self._attempts[step] = max(self._attempts.get(step, 0) + 1, self._first_attempt(step))
-        # A person may have put a file or a link there since the names were listed.
-        while self._catalog.attempts.is_obstructed(paths.folder_name(step, self._attempts[step])):
-            self._attempts[step] += 1
-        return paths.folder_name(step, self._attempts[step])
+        attempt = max(self._attempts.get(step, 0) + 1, self._first_attempt(step))
+        # A person may have put a checkpoint, a file or a link there since the names were listed.
+        while self._catalog.attempts.is_taken(paths.folder_name(step, attempt)):
+            attempt += 1
+        self._attempts[step] = attempt
+        return attempt
 
     def _first_attempt(self, step: int) -> int:
         """Return the lowest number of an attempt whose name no writer before this one can still be deleting."""
@@ -364,7 +370,7 @@ class Coordinator:
 
     def _must_stream(self) -> bool:
         limit = self._staging_limit_bytes
-        rooms = rooms_for_staging(self._summaries)
+        rooms = rooms_for_staging(self._summaries, self._plan.sizes)
         for rank, (needed, room) in enumerate(zip(self._plan.sizes, rooms, strict=True)):
             if limit is not None and needed > limit:
                 logger.debug("rank %d has %d bytes, over staging_limit_bytes=%d: streamed", rank, needed, limit)
@@ -411,15 +417,27 @@ def neighbours(summaries: Sequence[StateSummary]) -> tuple[int, ...]:
     return tuple(counts[summary.machine] if summary.machine else 1 for summary in summaries)
 
 
-def rooms_for_staging(summaries: Sequence[StateSummary]) -> list[int | None]:
-    """Return the memory that each rank may stage in: its share of what is free on its machine, where all ranks stage at
-    the same time, and what it holds already. None where that is enough by itself."""
-    return [
-        None
-        if summary.room_bytes is None
-        else summary.held_bytes + summary.room_bytes // max(count, summary.ranks_here, 1)
-        for summary, count in zip(summaries, neighbours(summaries), strict=True)
+def rooms_for_staging(summaries: Sequence[StateSummary], needed: Sequence[int]) -> list[int | None]:
+    """Return the memory that each rank may stage in, where all ranks stage at the same time: what it holds already, and
+    its share of what is free on its machine, or what the others there leave if they need less than theirs. Ranks that
+    hold their memory already need none. None where what a rank holds is enough by itself."""
+    rooms: list[int | None] = []
+    missing = [
+        max(size + _ROOM_FOR_HEADERS_BYTES - summary.held_bytes, 0) if summary.room_bytes is not None else 0
+        for summary, size in zip(summaries, needed, strict=True)
     ]
+    on_machine: Counter[str] = Counter()
+    for summary, count in zip(summaries, missing, strict=True):
+        on_machine[summary.machine] += count
+    for summary, own, count in zip(summaries, missing, neighbours(summaries), strict=True):
+        if summary.room_bytes is None:
+            rooms.append(None)
+            continue
+        most = max(count, summary.ranks_here, 1)
+        others = on_machine[summary.machine] - own if summary.machine else 0
+        share = summary.room_bytes // most
+        rooms.append(summary.held_bytes + max(share, share * count - others))
+    return rooms
 
 
 def _pattern(summaries: Sequence[StateSummary]) -> list[int]:

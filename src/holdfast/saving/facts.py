@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 
 from holdfast.ondisk.manifest import MeshRecord, TensorRecord, TreeRecord, UserMetadata
-from holdfast.saving.plan import GlobalPlan
 from holdfast.saving.training_lineage import Ancestry
+
+if TYPE_CHECKING:
+    # The writer imports this module, plans nothing, and should start fast.
+    from holdfast.saving.plan import GlobalPlan
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,9 +1,9 @@
 """Lay this rank's part of a save out as files. An inventory and an assignment enter; framed files leave, whose bytes
-are read from the tensors' own memory when they are written, or copied to an arena (holdfast.saving.stage)."""
+are copied from the tensors while they are written (holdfast.saving.ring), or to an arena (holdfast.saving.stage)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -15,13 +15,13 @@ import msgspec
 from holdfast.errors import SaveFailedError, UsageError
 from holdfast.ondisk import paths
 from holdfast.ondisk.codec import Json
-from holdfast.ondisk.files import Pieces, PlainFile, TensorFile
+from holdfast.ondisk.files import Pieces, PlainFile, See, TensorFile
 from holdfast.ondisk.regions import whole
 from holdfast.ondisk.safetensors import Frame, FramedChunk, frame
 from holdfast.saving.capture import Capture
 from holdfast.saving.messages import Inventory, TreeEntry, WriteAssignment
 from holdfast.saving.plan import TreePlan
-from holdfast.state.tensors import source_of
+from holdfast.saving.ring import Ring
 
 MAX_FILE_BYTES = 4 << 30
 # A header may have 100 MB, by safetensors' own rule; names of leaves have at most 1024 characters and are stored twice.
@@ -70,9 +70,12 @@ def _has_own_file(tree: TreeEntry) -> bool:
     return tree.kind == "values" and tree.type not in _BESIDE_WEIGHTS
 
 
-def with_sources(files: Sequence[FileLayout], memory: Sequence[Any]) -> list[TensorFile]:
-    """Return the files with the sources of their bytes: the memory of each part of the inventory."""
-    return [TensorFile(file.name, file.frame, [source_of(memory[part]) for part in file.parts]) for file in files]
+def with_sources(files: Sequence[FileLayout], memory: Sequence[Any], ring: Ring) -> list[TensorFile]:
+    """Return the files with the source of their bytes: the memory of each part of the inventory, through the ring."""
+    return [
+        TensorFile(file.name, file.frame, partial(ring.pieces, file.frame, [memory[part] for part in file.parts]))
+        for file in files
+    ]
 
 
 def streamed_files(sources: Mapping[FramedChunk, Pieces], *, rank: int, first_part: int = 0) -> list[TensorFile]:
@@ -81,8 +84,17 @@ def streamed_files(sources: Mapping[FramedChunk, Pieces], *, rank: int, first_pa
     files = []
     for number, group in enumerate(split(list(sources)), first_part):
         framed = frame(group)
-        files.append(TensorFile(paths.tensor_file(rank, number), framed, [sources[chunk] for chunk in framed.chunks]))
+        pieces = partial(_joined, framed.header, [sources[chunk] for chunk in framed.chunks])
+        files.append(TensorFile(paths.tensor_file(rank, number), framed, pieces))
     return files
+
+
+def _joined(header: bytes, sources: Sequence[Pieces], see: See) -> Generator[memoryview]:
+    first: Pieces = partial(_pieces_of_bytes, header)
+    for source in (first, *sources):
+        for piece in source():
+            see(piece)
+            yield piece
 
 
 def split(chunks: Sequence[FramedChunk]) -> Iterator[list[FramedChunk]]:

@@ -36,6 +36,7 @@ from holdfast.saving.outcome import Saved
 from holdfast.saving.pending import PendingSave
 from holdfast.saving.plan import GlobalPlan, Replicas, plan
 from holdfast.saving.request import SaveRequest, argument_digests
+from holdfast.saving.ring import Ring
 from holdfast.saving.sync_saver import announce, commit_together, write_together
 from holdfast.saving.take_over import clone_files, copies_of, require_equal
 from holdfast.saving.training_lineage import TrainingLineage
@@ -112,6 +113,7 @@ class PartSaver:
         ranks: Ranks,
         coordinator: Coordinator,
         lineage: TrainingLineage,
+        ring: Ring,
         *,
         replicas: Replicas,
     ) -> None:
@@ -119,6 +121,7 @@ class PartSaver:
         self._ranks = ranks
         self._coordinator = coordinator
         self._lineage = lineage
+        self._ring = ring
         self._replicas: Replicas = replicas
         self._capturer = Capturer()
         self._monitor = ReplicaMonitor()
@@ -308,7 +311,7 @@ class PartSaver:
         files = lay_out(agreed.captured.inventory(), assignment, rank=rank, first_part=decided.first_part)
         cloned = clone_files(parent, share.files, decided.folder, created.append)
         copies = copies_of(parent, share, cloned, rank=rank, first_part=decided.first_part + len(files))
-        tensors = [*with_sources(files, agreed.captured.memory), *copies.tensor_files]
+        tensors = [*with_sources(files, agreed.captured.memory, self._ring), *copies.tensor_files]
         plain = [*self._plain_files(agreed, assignment), *copies.plain_files]
         pending.size_bytes = sum(file.frame.size_bytes for file in tensors) + sum(file.size_bytes for file in plain)
         with Progress(f"saving step {pending.step}", pending.size_bytes, shown=rank == 0) as progress:

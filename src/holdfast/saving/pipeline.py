@@ -12,9 +12,10 @@ from __future__ import annotations
 import atexit
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.ranks.base import DEFAULT_TIMEOUT_SECONDS, Ranks
@@ -31,6 +32,7 @@ from holdfast.saving.part_saver import PartSaver
 from holdfast.saving.pending import PendingSave
 from holdfast.saving.plan import Replicas
 from holdfast.saving.request import SaveRequest
+from holdfast.saving.ring import Ring
 from holdfast.saving.stage import ChosenMode
 from holdfast.saving.sync_saver import SyncSaver
 from holdfast.saving.training_lineage import TrainingLineage
@@ -92,8 +94,9 @@ class Saver:
         )
         self._agreement = Agreement(ranks, self._coordinator, catalog.storage)
         self._completion = Completion(catalog, ranks.rank, self.lineage, self._coordinator)
-        self._sync = SyncSaver(catalog, ranks, self._coordinator, self._agreement)
-        self._part = PartSaver(catalog, ranks, self._coordinator, self.lineage, replicas=replicas)
+        self._ring = Ring()
+        self._sync = SyncSaver(catalog, ranks, self._coordinator, self._agreement, self._ring)
+        self._part = PartSaver(catalog, ranks, self._coordinator, self.lineage, self._ring, replicas=replicas)
         self._async = AsyncSaver(
             catalog,
             ranks,
@@ -103,11 +106,19 @@ class Saver:
             self._current,
             mode=mode,
             timeout_seconds=timeout_seconds,
+            staging_limit_bytes=staging_limit_bytes,
             emit=self.events.emit,
         )
-        # A saver that is dropped without being closed: its writer sees the end of the channel, its thread ends here.
+        # A saver that is dropped without being closed: its writer sees the end of the channel, its threads end here.
         weakref.finalize(self, self._async.worker.stop)
+        weakref.finalize(self, self._async.preparation.cancel)
         _savers.add(self)
+
+    def prepare(self, components: Callable[[], Mapping[str, Any] | None]) -> None:
+        """Get ready for the first save beside the training. `components` returns what will be saved, or None when its
+        owner is gone; it must hold a weak reference alone."""
+        if not self._is_sync:
+            self._async.preparation.start(components)
 
     def save(self, step: int, request: Callable[[], SaveRequest]) -> PendingSave:
         """Save on all ranks. Returns when the training may change its tensors again, or, in the pinned modes, when the
@@ -117,7 +128,17 @@ class Saver:
         """
         pending = PendingSave(step, self._ranks.rank, self.events.emit)
         pending.phases["wait"] = self._current.wait_for_previous(step)
-        with collector_paused(), self._failing(pending):
+        self._async.preparation.stop()
+        # Until all that the call has made is freed again: the collector counts what is left of it, and would otherwise
+        # go through every tensor of the state, in the call or at the next step of the training.
+        with collector_paused():
+            self._save(request, pending)
+        self._current.latest = pending
+        return pending
+
+    def _save(self, request: Callable[[], SaveRequest], pending: PendingSave) -> None:
+        """Take the steps of a save that are done in the call."""
+        with self._failing(pending):
             prepared = self._capture(request, pending)
             agreed = self._plan(prepared, pending)
         if agreed.plan.unreported:
@@ -126,10 +147,11 @@ class Saver:
             self._current.log_failure()
         if not agreed.plan.committed:
             pending.emit("started")
-        with collector_paused(), self._failing(pending):
+        with self._failing(pending):
             if agreed.plan.committed:
                 self._skip(agreed, pending)
             elif self._is_sync or agreed.plan.streamed:
+                self._async.stager.drop_reserved()
                 receipts = self._sync.write(agreed, pending)
                 saved = self._sync.commit(agreed, receipts, pending)
                 self._completion.succeed(pending, saved)
@@ -137,8 +159,6 @@ class Saver:
                 self._agreement.require_shared_run(agreed.plan)
                 staged = self._async.stage(agreed, pending)
                 self._async.finish_in_background(staged, pending, owner=self)
-        self._current.latest = pending
-        return pending
 
     def save_part(self, step: int, names: str, request: Callable[[], SaveRequest]) -> PendingSave:
         """Save some components anew, on all ranks, and take the rest over from the checkpoint of the same step that was
@@ -181,7 +201,7 @@ class Saver:
             agreed = self._agreement.agree(
                 pending.step,
                 prepared,
-                held_bytes=self._async.stager.capacity_bytes,
+                held_bytes=self._async.stager.held_bytes,
                 unreported=self._current.unreported_error is not None,
             )
         pending.folder = agreed.plan.folder
@@ -281,7 +301,7 @@ class Saver:
         if self.is_inherited:
             return
         self._current.drain()
-        self._release()
+        self._release(at_exit=False)
         self._current.raise_failure()
 
     def close_after(self, error: BaseException | None) -> None:
@@ -302,12 +322,13 @@ class Saver:
         error = self._current.unreported_error
         if error is not None:
             logger.error("a save failed and its outcome was never read: %s", error)
-        self._release()
+        self._release(at_exit=True)
 
-    def _release(self) -> None:
+    def _release(self, *, at_exit: bool) -> None:
         """Release everything. What one part of it raises must not keep the others: a lease that is not released, or a
         thread that stays, would be found out much later."""
-        for release in [*self._async.releases(), self._coordinator.release_run, self._async.worker.stop]:
+        memory = self._async.releases(at_exit=at_exit)
+        for release in [*memory, self._ring.close, self._coordinator.release_run, self._async.worker.stop]:
             try:
                 release()
             except Exception as error:

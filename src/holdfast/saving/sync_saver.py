@@ -1,5 +1,5 @@
-"""Write and commit a save before the call returns, each rank from its tensors' own memory. An agreed save enters, its
-outcome leaves."""
+"""Write and commit a save before the call returns, each rank from its own tensors. An agreed save enters, its outcome
+leaves."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from holdfast.saving.files import plain_files, with_sources
 from holdfast.saving.messages import Receipt
 from holdfast.saving.outcome import Saved, discard_files, is_agreed_error, outcome_from_storage
 from holdfast.saving.pending import PendingSave
+from holdfast.saving.ring import Ring
 from holdfast.saving.write import write
 
 __all__ = ["SyncSaver", "announce", "commit_together", "write_together"]
@@ -27,11 +28,14 @@ __all__ = ["SyncSaver", "announce", "commit_together", "write_together"]
 class SyncSaver:
     """The steps of a save that is written in the call."""
 
-    def __init__(self, catalog: Catalog, ranks: Ranks, coordinator: Coordinator, agreement: Agreement) -> None:
+    def __init__(
+        self, catalog: Catalog, ranks: Ranks, coordinator: Coordinator, agreement: Agreement, ring: Ring
+    ) -> None:
         self._catalog = catalog
         self._ranks = ranks
         self._coordinator = coordinator
         self._agreement = agreement
+        self._ring = ring
 
     def write(self, agreed: AgreedSave, pending: PendingSave) -> list[Receipt]:
         """Write on every rank; return all receipts on the leader."""
@@ -48,7 +52,7 @@ class SyncSaver:
         if rank != 0:
             self._catalog.attempts.require_claim(plan.folder, plan.claim)
         own = self._agreement.rank_plan(agreed)
-        tensors = with_sources(own.files, agreed.captured.memory)
+        tensors = with_sources(own.files, agreed.captured.memory, self._ring)
         plain = plain_files(agreed.captured, own.assignment, rank, self._coordinator.trees, agreed.request.assets)
         pending.size_bytes = sum(file.frame.size_bytes for file in tensors) + sum(file.size_bytes for file in plain)
         with Progress(f"saving step {agreed.request.step}", pending.size_bytes, shown=rank == 0) as progress:

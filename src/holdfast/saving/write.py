@@ -5,18 +5,18 @@ Bytes are digested on the way, block by block, in the one pass in which they are
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from itertools import chain
 
 from blake3 import blake3
 
 from holdfast.ondisk import paths
-from holdfast.ondisk.files import HostMemory, Pieces, PlainFile, TensorFile
-from holdfast.ondisk.manifest import BLOCK_BYTES, ChunkRecord, FileRecord, digest_of, tensor_file_digest
+from holdfast.ondisk.files import PlainFile, TensorFile
+from holdfast.ondisk.manifest import BLOCK_BYTES, ChunkRecord, FileRecord, tensor_file_digest
+from holdfast.ondisk.safetensors import Frame
 from holdfast.saving.messages import Receipt
-from holdfast.storage.base import Sink, Storage
-
-_SMALL_BYTES = 64 << 10
+from holdfast.storage.base import Storage
 
 
 def write(
@@ -52,70 +52,71 @@ def _write_tensor_file(
     on_created: Callable[[str], None],
 ) -> tuple[FileRecord, list[tuple[str, ChunkRecord]]]:
     frame = file.frame
-    chunks: list[tuple[str, ChunkRecord]] = []
+    digests = _BlockDigests(frame)
     with storage.create(paths.key(folder, file.name), frame.size_bytes) as sink:
         on_created(file.name)
-        buffer = _SmallChunks(sink, on_bytes)
-        sink.write(frame.header)
-        for chunk, start, source in zip(frame.chunks, frame.starts, file.sources, strict=True):
-            digests = _write_chunk(buffer, source)
-            record = ChunkRecord(
-                file=file.name, start=start, offsets=chunk.box.offsets, sizes=chunk.box.sizes, digests=digests
-            )
-            chunks.append((chunk.leaf, record))
-        buffer.flush()
-    every_digest = (digest for _, chunk in chunks for digest in chunk.digests)
+        with closing(file.pieces(digests.add)) as pieces:
+            for piece in pieces:
+                sink.write(piece)
+                on_bytes(len(piece))
+    chunks = [
+        (
+            chunk.leaf,
+            ChunkRecord(
+                file=file.name, start=start, offsets=chunk.box.offsets, sizes=chunk.box.sizes, digests=tuple(found)
+            ),
+        )
+        for chunk, start, found in zip(frame.chunks, frame.starts, digests.found, strict=True)
+    ]
+    every_digest = chain.from_iterable(digests.found)
     digest = tensor_file_digest(frame.header, every_digest)
     return FileRecord(
         name=file.name, size_bytes=frame.size_bytes, digest=digest, header_bytes=len(frame.header)
     ), chunks
 
 
-def _write_chunk(buffer: _SmallChunks, source: HostMemory | Pieces) -> tuple[str, ...]:
-    """Write one chunk, and return the digest of each of its blocks."""
-    if isinstance(source, HostMemory):
-        if source.size_bytes <= _SMALL_BYTES:
-            return (buffer.copy(source),) if source.size_bytes else ()
-        memory = (ctypes.c_ubyte * source.size_bytes).from_address(source.address)
-        return tuple(buffer.pass_on(memoryview(memory).cast("B")))
-    return tuple(digest for piece in source() for digest in buffer.pass_on(piece))
+class _BlockDigests:
+    """The digests of each chunk's blocks, from the bytes of a file in pieces of any length."""
+
+    def __init__(self, frame: Frame) -> None:
+        self.found: list[list[str]] = [[] for _ in frame.chunks]
+        self._header_left = len(frame.header)
+        self._blocks = _blocks_of(frame, self.found)
+        self._block: tuple[list[str], int] | None = None
+        self._begun: blake3 | None = None
+
+    def add(self, piece: memoryview) -> None:
+        """Digest the next bytes of the file. The header has no blocks."""
+        start = min(self._header_left, len(piece))
+        self._header_left -= start
+        while start < len(piece):
+            block = self._block or next(self._blocks, None)
+            if block is None:
+                return  # more than the file holds, which the sink refuses
+            found, size_bytes = block
+            part = piece[start : start + size_bytes]
+            start += len(part)
+            self._block = self._digest(part, found, size_bytes)
+
+    def _digest(self, part: memoryview, found: list[str], size_bytes: int) -> tuple[list[str], int] | None:
+        """Digest what a piece has of a block; return the block with the bytes that are missing, if any are."""
+        state, self._begun = self._begun, None
+        if state is None:
+            state = blake3(part)
+        else:
+            state.update(part)
+        if len(part) == size_bytes:
+            found.append(state.hexdigest())
+            return None
+        self._begun = state
+        return found, size_bytes - len(part)
 
 
-class _SmallChunks:
-    """Writes small chunks to a sink together: a call of the sink costs more than the copy of a few kilobytes."""
-
-    def __init__(self, sink: Sink, on_bytes: Callable[[int], None]) -> None:
-        self._sink = sink
-        self._on_bytes = on_bytes
-        self._memory = (ctypes.c_ubyte * BLOCK_BYTES)()
-        self._address = ctypes.addressof(self._memory)
-        self._view = memoryview(self._memory).cast("B")
-        self._used = 0
-
-    def copy(self, source: HostMemory) -> str:
-        """Add a small chunk, and return its digest."""
-        start, end = self._used, self._used + source.size_bytes
-        if end > BLOCK_BYTES:
-            self.flush()
-            start, end = 0, source.size_bytes
-        ctypes.memmove(self._address + start, source.address, source.size_bytes)
-        self._used = end
-        return blake3(self._view[start:end]).hexdigest()
-
-    def pass_on(self, piece: memoryview) -> Iterator[str]:
-        """Write a piece at once, block by block, and yield the digest of each block."""
-        self.flush()
-        for start in range(0, len(piece), BLOCK_BYTES):
-            block = piece[start : start + BLOCK_BYTES]
-            yield digest_of(block)
-            self._sink.write(block)
-            self._on_bytes(len(block))
-
-    def flush(self) -> None:
-        if self._used:
-            self._sink.write(self._view[: self._used])
-            self._on_bytes(self._used)
-            self._used = 0
+def _blocks_of(frame: Frame, found: Sequence[list[str]]) -> Iterator[tuple[list[str], int]]:
+    """Yield, for each block, the list that its digest is added to, and its size."""
+    for chunk, digests in zip(frame.chunks, found, strict=True):
+        for start in range(0, chunk.size_bytes, BLOCK_BYTES):
+            yield digests, min(BLOCK_BYTES, chunk.size_bytes - start)
 
 
 def _write_plain_file(folder: str, file: PlainFile, storage: Storage, on_created: Callable[[str], None]) -> FileRecord:

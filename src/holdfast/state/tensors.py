@@ -7,7 +7,6 @@ import ctypes
 import math
 import sys
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -18,7 +17,6 @@ from torch.nn.parameter import UninitializedTensorMixin
 from holdfast.errors import HoldfastError, StateMismatchError, UsageError
 from holdfast.ondisk.codec import Flattened, Subclass, encode, registered_tensor, subclass_of
 from holdfast.ondisk.dtypes import ELEMENT_TYPES
-from holdfast.ondisk.files import HostMemory, Pieces
 from holdfast.ondisk.manifest import MeshRecord
 from holdfast.ondisk.regions import Box, Cut, strides_of, whole
 
@@ -27,7 +25,7 @@ if sys.byteorder != "little":
 
 _TORCH_DTYPES = {name: getattr(torch, name) for name in ELEMENT_TYPES if hasattr(torch, name)}
 _DTYPE_NAMES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
-_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 MAX_INLINE_BYTES = 1 << 20
@@ -67,7 +65,7 @@ def flattened(tensor: torch.Tensor) -> Flattened | None:
     The inner tensors are the live ones. Those of a DTensor whose local part is of such a class are DTensors themselves,
     cut as the whole is.
     """
-    if type(tensor) in _PLAIN:
+    if type(tensor) in PLAIN_TYPES:
         return None
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     kind = type(local)
@@ -85,7 +83,7 @@ def flattened(tensor: torch.Tensor) -> Flattened | None:
 
 def _is_wrapper(kind: type) -> bool:
     """Return whether a class declares its inner tensors. A pending result of a collective counts as a plain tensor."""
-    if kind in _PLAIN or issubclass(kind, DTensor | AsyncCollectiveTensor):
+    if kind in PLAIN_TYPES or issubclass(kind, DTensor | AsyncCollectiveTensor):
         return False
     return hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
 
@@ -190,12 +188,17 @@ def unflattened(
 
 def check_storable(tensor: torch.Tensor, *, component: str, leaf: str) -> None:
     """Refuse, before any file is touched, a tensor whose bytes are not all of it."""
-    plain = type(tensor) in _PLAIN and tensor.is_cpu and not tensor.is_nested
+    plain = type(tensor) in PLAIN_TYPES and tensor.is_cpu and not tensor.is_nested
     if plain and tensor.dtype in _DTYPE_NAMES and tensor.layout is torch.strided:
         return  # nearly all are such, and there may be very many
     problem = _why_not_storable(tensor)
     if problem is not None:
         raise UsageError(f"{problem[0]} cannot be stored", component=component, leaf=leaf, advice=problem[1])
+
+
+def has_host_memory(value: object) -> bool:
+    """Return whether a value is a tensor in host memory, of a kind that always has some."""
+    return type(value) in PLAIN_TYPES and value.is_cpu  # type: ignore[attr-defined]
 
 
 def require_memory(tensor: torch.Tensor, *, component: str, leaf: str) -> None:
@@ -221,7 +224,7 @@ def _why_not_storable(tensor: torch.Tensor) -> tuple[str, str] | None:
     kind = type(tensor)
     if isinstance(tensor, UninitializedTensorMixin):
         return "a parameter that has no shape yet", "run the lazy module once before the first save"
-    if kind not in _PLAIN and not isinstance(tensor, DTensor):
+    if kind not in PLAIN_TYPES and not isinstance(tensor, DTensor):
         advice = "turn it into a plain tensor or a DTensor, or give it __tensor_flatten__ and __tensor_unflatten__"
         return f"a tensor of type '{kind.__module__}.{kind.__qualname__}'", advice
     if isinstance(tensor, DTensor) and _is_wrapper(type(tensor._local_tensor)):
@@ -259,7 +262,7 @@ def _why_not_joined(tensor: DTensor) -> str:
 
 def address(tensor: torch.Tensor) -> int:
     """Return where the tensor's memory on this rank begins; 0 when it has none."""
-    if type(tensor) not in _PLAIN:
+    if type(tensor) not in PLAIN_TYPES:
         flat = flattened(tensor)
         if flat is not None:
             return next((address(inner) for inner in flat.tensors.values()), 0)
@@ -270,6 +273,8 @@ def address(tensor: torch.Tensor) -> int:
 
 def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors are the same memory seen in the same way, as tied parameters are."""
+    if type(one) in PLAIN_TYPES and type(other) in PLAIN_TYPES:
+        return one.shape == other.shape and one.dtype == other.dtype and _is_same_view(one, other)
     if isinstance(one, DTensor) != isinstance(other, DTensor) or one.shape != other.shape or one.dtype != other.dtype:
         return False
     flat, beside = flattened(one), flattened(other)
@@ -281,6 +286,10 @@ def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     if isinstance(one, DTensor):
         one, other = one.to_local(), other.to_local()
+    return _is_same_view(one, other)
+
+
+def _is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(
         one.data_ptr() == other.data_ptr()
         and one.device == other.device
@@ -318,7 +327,8 @@ def held_piece(tensor: torch.Tensor, *, leaf: str, cut: Cut | None = None) -> tu
     if cut is not None:
         return cut.box, tensor.detach()
     if not isinstance(tensor, DTensor):
-        return whole(tuple(tensor.shape)), tensor.detach()
+        bare = type(tensor) is torch.Tensor and not tensor.requires_grad
+        return whole(tuple(tensor.shape)), tensor if bare else tensor.detach()
     chunks = tensor.__create_chunk_list__()
     local = tensor.to_local().detach()
     if len(chunks) != 1 or tuple(chunks[0].sizes) != tuple(local.shape):
@@ -358,6 +368,28 @@ def is_host_memory(tensor: torch.Tensor) -> bool:
     return bool(tensor.is_cpu and is_dense(tensor))
 
 
+def host_address(tensor: torch.Tensor) -> int:
+    """Return where the bytes of a tensor can be read in host memory as they are; 0 where torch has to copy them."""
+    if not is_host_memory(tensor):
+        return 0
+    require_whole_storage(tensor)
+    return int(tensor.data_ptr())
+
+
+def require_whole_storage(tensor: torch.Tensor) -> None:
+    """Raise if the storage of a contiguous tensor was made smaller than the tensor: what lies behind it is not its
+    own."""
+    if tensor._is_zerotensor():
+        return  # zeros without memory, which torch itself copies
+    storage = tensor.untyped_storage()
+    if tensor.numel() and tensor.data_ptr() + tensor.nbytes > storage.data_ptr() + storage.nbytes():
+        raise UsageError(
+            f"a tensor of shape {tuple(tensor.shape)} needs {tensor.nbytes} bytes of a storage that has only "
+            f"{storage.nbytes()}",
+            advice="its storage was resized or freed: save when the tensor has its memory",
+        )
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """Return whether the tensor's memory, wherever it is, holds exactly its bytes, in order."""
     if not tensor.is_contiguous() or tensor.is_neg():
@@ -366,11 +398,9 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return not (tensor.dtype.is_complex and tensor.is_conj())
 
 
-def source_of(tensor: torch.Tensor) -> HostMemory | Pieces:
-    """Return where a tensor's bytes are written from: its own memory if that has the layout of the file."""
-    if is_host_memory(tensor):
-        return HostMemory(tensor.data_ptr(), tensor.nbytes, tensor)
-    return partial(host_pieces, tensor)
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor, on its device, in the order of a file: its own memory if that has this order."""
+    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def host_pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
@@ -381,11 +411,10 @@ def host_pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
     if is_host_memory(tensor):
         yield memory_of(tensor)
         return
-    dense = tensor.resolve_conj().resolve_neg().contiguous()
-    if dense.device.type == "cpu":
-        yield memory_of(dense)
+    flat = flat_bytes(tensor)
+    if flat.device.type == "cpu":
+        yield memory_of(flat)
         return
-    flat = dense.reshape(-1).view(torch.uint8)
     buffer = torch.empty(min(HOST_PIECE_BYTES, flat.numel()), dtype=torch.uint8)
     for start in range(0, flat.numel(), HOST_PIECE_BYTES):
         part = buffer[: min(HOST_PIECE_BYTES, flat.numel() - start)]

@@ -20,6 +20,7 @@ from hypothesis import given, strategies as st
 import holdfast
 from holdfast import CheckpointConfig, LoadStrategy, TimeLimit
 from holdfast.errors import StateMismatchError, UsageError
+from holdfast.manager.arguments import agree_on_run
 from holdfast.manager.triggers import Trigger, Wish
 
 
@@ -448,3 +449,8 @@ def test_a_time_limit_by_the_end_of_another_job_stays_a_policy(monkeypatch: pyte
     assert config.to_dict()["save"] == {"time_limit": {"before_end": "300s"}}
     monkeypatch.delenv("SLURM_JOB_END_TIME")
     assert config.to_dict()["save"] is config.save
+
+
+def test_ranks_that_open_a_run_learn_how_many_are_on_their_machine() -> None:
+    words = [("/run", "async", ["model"], "compare", machine) for machine in ("a", "b", "a", "a")]
+    assert agree_on_run(words) == (3, 1, 3, 3)

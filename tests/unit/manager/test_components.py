@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,3 +126,16 @@ def test_building_a_manager_asks_only_models_and_optimizers(tmp_path: Path) -> N
         assert not optimizer.state
         manager.save(0, wait=True)
     assert loader.asked == 1
+
+
+def test_the_live_objects_can_be_looked_at_as_long_as_their_owner_is_held(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with CheckpointManager(tmp_path, {"model": model}, mode="sync", rng=False) as manager:
+        live = manager._components.while_held()
+        assert live() == {"model": model}
+        other = nn.Linear(3, 3)
+        manager.attach("other", other)
+        assert live() == {"model": model, "other": other}
+    del manager
+    gc.collect()
+    assert live() is None

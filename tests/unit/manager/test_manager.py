@@ -812,7 +812,8 @@ def with_unknown_type(manifest: Path) -> None:
     """Make it the manifest of a version that knows one more element type."""
     record, _ = decode_manifest(manifest.read_bytes())
     tensors = (msgspec.structs.replace(record.tensors[0], dtype="float7"), *record.tensors[1:])
-    manifest.write_bytes(encode_manifest(msgspec.structs.replace(record, tensors=tensors))[0])
+    versions = {**record.versions, "holdfast": "999.0.0"}
+    manifest.write_bytes(encode_manifest(msgspec.structs.replace(record, tensors=tensors, versions=versions))[0])
 
 
 @pytest.mark.guarantee("G12")

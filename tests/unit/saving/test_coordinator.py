@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
-from holdfast.errors import UsageError
+from holdfast.errors import StorageError, UsageError
+from holdfast.ondisk import paths
 from holdfast.ondisk.regions import whole
 from holdfast.runs.catalog import Catalog
 from holdfast.saving.coordinator import Coordinator
@@ -70,3 +73,49 @@ def test_a_rank_that_has_no_sets_yet_gets_them_before_a_save_starts(leader: Coor
     request = SaveRequest(2, {})
     assert leader.begin(request, [*summaries()[:1], *summaries(plan=0, comparison=0)[:1]]).number == 0
     assert leader.plan(request, inventories()).replicas
+
+
+class CountingStorage(LocalStorage):
+    """Counts how often it is asked who writes to the run; has no room for anything while `is_full`."""
+
+    looks = 0
+    is_full = False
+
+    def entries(self, folder: str) -> Any:
+        self.looks += folder == paths.LEASE
+        return super().entries(folder)
+
+    def free_bytes(self) -> int | None:
+        return 0 if self.is_full else super().free_bytes()
+
+
+def alone(storage: CountingStorage) -> Coordinator:
+    return Coordinator(Catalog(storage), 1, claims=False, staging_limit_bytes=None, timeout_seconds=5)
+
+
+def test_a_later_save_looks_once_who_writes_to_the_run(tmp_path: Path) -> None:
+    storage = CountingStorage(tmp_path)
+    leader = alone(storage)
+    leader.begin(SaveRequest(1, {}), summaries(plan=0)[:1])
+    leader.plan(SaveRequest(1, {}), inventories()[:1])
+    storage.looks = 0
+    assert leader.begin(SaveRequest(2, {}), summaries()[:1]).folder
+    assert storage.looks == 1
+    leader.release_run()
+
+
+@pytest.mark.guarantee("G13")
+def test_a_run_that_was_never_held_is_held_before_a_save_starts(tmp_path: Path) -> None:
+    storage = CountingStorage(tmp_path)
+    leader = alone(storage)
+    leader.begin(SaveRequest(1, {}), summaries(plan=0)[:1])
+    storage.is_full = True
+    with pytest.raises(StorageError) as caught:
+        leader.plan(SaveRequest(1, {}), inventories()[:1])
+    assert caught.value.errno == errno.ENOSPC
+    assert leader.lease == 0
+    storage.is_full = False
+    plan = leader.begin(SaveRequest(1, {}), summaries()[:1])
+    assert plan.folder
+    assert plan.lease == leader.lease == 1
+    leader.release_run()

@@ -7,11 +7,14 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+import numpy
 import pytest
 import torch
 
 import holdfast
 from holdfast.errors import UsageError
+from holdfast.state.rng import RNGState
 from holdfast.state.state_dicts import tree_of
 from holdfast.state.structure_cache import remember
 from holdfast.testing import MemoryStorage
@@ -36,6 +39,8 @@ def same(one: Any, other: Any) -> bool:
         return False
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, numpy.ndarray):
+        return one.dtype == other.dtype and numpy.array_equal(one, other)
     if isinstance(one, dict):
         return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
@@ -52,6 +57,11 @@ def first_state() -> dict[str, Any]:
         "groups": [{"lr": 0.1, "names": ["a", "b"]}],
         "single": torch.randn(2),
         "waves": {"a": wave, "b": wave},
+        "listed": [torch.randn(3), {"names": ["x", "y"], "a": torch.randn(2), "rate": 1}, torch.randn(4), 5],
+        "named": {"names": ["x", "y"], "a": torch.randn(2)},
+        "array": numpy.arange(400.0),
+        "arrays": {"a": numpy.arange(300.0), "b": {"c": numpy.arange(500, dtype=numpy.uint32)}},
+        "numbers": (1, 2, [3, 4]),
         "cubes": {"a": cube.transpose(0, 1), "b": cube.transpose(0, 1)},
     }
 
@@ -90,6 +100,33 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "one of two tied tensors conjugated": lambda state: state["waves"].update(b=state["waves"]["a"].conj()),
     "one of two tied tensors negated": lambda state: state["waves"].update(b=torch._neg_view(state["waves"]["a"])),
     "one of two tied views turned": lambda state: state["cubes"].update(b=state["cubes"]["a"].transpose(1, 2)),
+    "other texts": lambda state: state["named"].update(names=["x", "z"]),
+    "more texts": lambda state: state["named"]["names"].append("z"),
+    "texts that became numbers": lambda state: state["named"].update(names=[1, 2]),
+    "texts that became a tuple": lambda state: state["named"].update(names=("x", "y")),
+    "texts and a tensor": lambda state: state["named"].update(names=["x", torch.ones(1)]),
+    "texts in a list": lambda state: state["listed"][1].update(names=["z"]),
+    "another value in a list": lambda state: state["listed"].__setitem__(3, "five"),
+    "another tensor in a list": lambda state: state["listed"].__setitem__(0, torch.randn(3)),
+    "another shape in a list": lambda state: state["listed"].__setitem__(0, torch.randn(3, 1)),
+    "a tensor in a list that became a value": lambda state: state["listed"].__setitem__(0, 3),
+    "a longer list": lambda state: state["listed"].append(torch.randn(1)),
+    "a shorter list": lambda state: state["listed"].pop(),
+    "a list that became a tuple": lambda state: state.update(listed=tuple(state["listed"])),
+    "a value in a list that became a tensor": lambda state: state["listed"].__setitem__(3, torch.ones(1)),
+    "other content of an array": lambda state: state["array"].__setitem__(3, 7),
+    "another array": lambda state: state["arrays"].update(a=numpy.ones(300)),
+    "another shape of an array": lambda state: state.update(array=numpy.ones((20, 20))),
+    "another type of an array": lambda state: state.update(array=numpy.ones(400, dtype=numpy.int64)),
+    "another order of bytes in an array": lambda state: state.update(array=numpy.ones(400, dtype=">f8")),
+    "a small array": lambda state: state.update(array=numpy.ones(3)),
+    "an array that became a tensor": lambda state: state.update(array=torch.ones(400, dtype=torch.float64)),
+    "a tensor that became an array": lambda state: state.update(single=numpy.ones(2, dtype=numpy.float32)),
+    "an array in a dict that became a tensor": lambda state: state["arrays"].update(
+        a=torch.ones(300, dtype=torch.float64)
+    ),
+    "two arrays of one memory": lambda state: state["arrays"].update(a=state["array"][:300]),
+    "larger numbers": lambda state: state.update(numbers=(1 << 80, -(1 << 70), [True, 4])),
     "an empty dict": lambda state: state.update(moments={}),
     "no tensor any more": lambda state: state.update(weights={"a": 1}, moments={}, single=None),
 }
@@ -123,7 +160,7 @@ def test_any_sequence_of_changes_is_saved_as_it_is(seed: int) -> None:
             name = draw.choice(list(CHANGES))
             try:
                 CHANGES[name](holder.state)
-            except (KeyError, AttributeError, TypeError):
+            except (KeyError, IndexError, AttributeError, TypeError):
                 holder.state = first_state()
             manager.save(step, wait=True)
             found = Holder()
@@ -137,7 +174,22 @@ def test_what_has_the_same_structure_is_recognised_and_what_has_not_is_not() -> 
     remembered = remember(tree_of("h", Holder(), state, None), state)
     assert remembered is not None
     assert remembered.recognise(state) is not None
-    known = {"other content", "another tensor in its place", "another value", "a value deep in a list"}
+    known = {
+        "other content",
+        "another tensor in its place",
+        "another value",
+        "a value deep in a list",
+        "other texts",
+        "more texts",
+        "texts that became numbers",
+        "texts that became a tuple",
+        "texts in a list",
+        "another value in a list",
+        "another tensor in a list",
+        "other content of an array",
+        "another array",
+        "larger numbers",
+    }
     for name, change in CHANGES.items():
         state = first_state()
         change(state)
@@ -152,3 +204,30 @@ def test_a_buffer_that_became_an_expanded_one_is_refused_as_at_the_first_save() 
         model.b = torch.randn(4, 1).expand(4, 3)
         with pytest.raises(UsageError, match="share memory"):
             manager.save(1, wait=True)
+
+
+def test_a_random_state_is_recognised() -> None:
+    rng = RNGState()
+    state = rng.state_dict()
+    remembered = remember(tree_of("rng", rng, state, "rank-00000"), state)
+    assert remembered is not None
+    random.random()
+    numpy.random.standard_normal()
+    torch.rand(1)
+    state = rng.state_dict()
+    found, fresh = remembered.recognise(state), tree_of("rng", rng, state, "rank-00000")
+    assert found is not None
+    assert msgspec.json.encode(found.tree.values) == msgspec.json.encode(fresh.values)
+    assert list(found.tree.tensors) == list(fresh.tensors)
+    assert all(torch.equal(one, fresh.tensors[path]) for path, one in found.tree.tensors.items())
+
+
+def test_what_is_recognised_has_the_values_that_a_walk_finds_in_their_order() -> None:
+    state = first_state()
+    remembered = remember(tree_of("h", Holder(), state, None), state)
+    assert remembered is not None
+    for change in ("another value", "other texts", "texts in a list", "another value in a list", "larger numbers"):
+        CHANGES[change](state)
+        found = remembered.recognise(state)
+        assert found is not None
+        assert msgspec.json.encode(found.tree.values) == msgspec.json.encode(tree_of("h", Holder(), state, None).values)

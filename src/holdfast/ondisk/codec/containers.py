@@ -12,11 +12,21 @@ from holdfast.ondisk.codec.encoder import Encoder, Handler, unstorable
 from holdfast.ondisk.codec.forms import Json
 from holdfast.ondisk.codec.places import Place, corrupt, is_unicode
 
+_INTEGERS = frozenset({int})
+# What JSON has as a number here; `scalars` encodes larger ones.
+_LOWEST, _HIGHEST = -0x8000000000000000, 0x7FFFFFFFFFFFFFFF
 _FACTORIES: dict[str, type] = {cls.__name__: cls for cls in (bool, dict, float, int, list, set, str)}
 
 
 def _encode_list(encoder: Encoder, value: list[Any], parent: Place, key: object) -> Json:
-    return encoder.items(value, encoder.enter(parent, key))
+    return _items(encoder, value, encoder.enter(parent, key))
+
+
+def _items(encoder: Encoder, value: list[Any] | tuple[Any, ...], here: Place) -> list[Json]:
+    # Such as the hundreds of numbers of a random state, at each save.
+    if value and _INTEGERS.issuperset(map(type, value)) and min(value) >= _LOWEST and max(value) <= _HIGHEST:
+        return list(value)
+    return encoder.items(value, here)
 
 
 def _encode_dict(encoder: Encoder, value: dict[Any, Any], parent: Place, key: object) -> Json:
@@ -59,7 +69,7 @@ def _encode_deque(encoder: Encoder, value: deque[Any], parent: Place, key: objec
 
 
 def _encode_tuple(encoder: Encoder, value: tuple[Any, ...], parent: Place, key: object) -> Json:
-    return {"$tuple": encoder.items(value, encoder.enter(parent, key))}
+    return {"$tuple": _items(encoder, value, encoder.enter(parent, key))}
 
 
 def _encode_set(encoder: Encoder, value: set[Any], parent: Place, key: object) -> Json:

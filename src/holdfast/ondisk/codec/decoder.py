@@ -46,6 +46,10 @@ class Decoder:
         if cls is int and -0x8000000000000000 <= value <= 0x7FFFFFFFFFFFFFFF:
             return value
         if cls is dict:
+            # A reference to a tensor: nearly all that there is in a state of very many of them.
+            reference = value.get("$tensor") if len(value) == 1 else None
+            if type(reference) is str and self.tensor is not None:
+                return self.tensor(reference)
             return self.mapping(value, parent, key)
         if cls is list:
             return self.items(value, self.enter(parent, key))

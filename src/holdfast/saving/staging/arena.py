@@ -14,54 +14,96 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import mmap
 import os
 import weakref
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Self
 
 from holdfast.errors import StorageError
+from holdfast.saving.staging.budget import own_processors
+from holdfast.saving.staging.shared_memory import PAGE_BYTES, map_shared, take_pages
 
-__all__ = ["Arena"]
+__all__ = ["PAGE_BYTES", "Arena"]
 
-PAGE_BYTES = 4096
 _STAGED, _WRITTEN, _ABANDONED = 0, 1, 2
 # In the control page, behind the words.
 _FENCE_AT, _FENCE_MARK = 64, b"\1"
-_MADV_POPULATE_WRITE = 23
-_TOUCH_BYTES = 64 << 20
-_MAX_TOUCHERS = 8
+_PIECE_BYTES = 32 << 20
+_MAX_THREADS = 8
 
 
 class Arena:
-    """`size_bytes` of shared memory at `address`, every page of it there."""
+    """`size_bytes` of shared memory at `address`. Its pages are taken front to back; the writer attaches to an arena
+    whose pages are all there."""
 
     def __init__(self, handle: int, size_bytes: int) -> None:
         self.handle = handle
         self.size_bytes = size_bytes
-        array = _mapped(handle, PAGE_BYTES + size_bytes)
+        self._total_bytes = PAGE_BYTES + size_bytes
+        self._taken_bytes = 0
+        array = map_shared(handle, self._total_bytes)
         whole = memoryview(array).cast("B")
         self._words = whole[:PAGE_BYTES].cast("Q")
         self.memory = whole[PAGE_BYTES:]
         self.address = ctypes.addressof(array) + PAGE_BYTES
+        # An arena that is dropped without being closed: the handle alone would keep the memory.
+        self._close_handle = weakref.finalize(self, os.close, handle)
+        self._close_handle.atexit = False
         _arenas.add(self)
 
     @classmethod
     def make(cls, size_bytes: int) -> Self:
-        """Allocate memory, all of it now: a lack of it must be an error here and not a signal at the first touch."""
-        handle = os.memfd_create("holdfast-arena", os.MFD_CLOEXEC)
+        """Return an arena with all of its pages."""
+        arena = cls.reserve(size_bytes)
+        arena.take_rest()
+        return arena
+
+    @classmethod
+    def reserve(cls, size_bytes: int) -> Self:
+        """Return an arena without its pages."""
+        try:
+            handle = os.memfd_create("holdfast-arena", os.MFD_CLOEXEC)
+        except OSError as error:
+            raise _no_memory(error, size_bytes) from error
         try:
             os.ftruncate(handle, PAGE_BYTES + size_bytes)
-            arena = cls(handle, size_bytes)
-            arena._touch()
+            return cls(handle, size_bytes)
         except OSError as error:
             os.close(handle)
-            raise StorageError.of(
-                error,
-                f"taking {size_bytes / 2**20:,.0f} MiB of memory for staging",
-                advice="give staging_limit_bytes= to save in pieces, or use mode='sync'",
-            ) from error
-        return arena
+            raise _no_memory(error, size_bytes) from error
+
+    @property
+    def taken_bytes(self) -> int:
+        """Return how much memory the arena takes now."""
+        return self._taken_bytes
+
+    @property
+    def missing_bytes(self) -> int:
+        """Return how much memory is not taken yet."""
+        return self._total_bytes - self._taken_bytes
+
+    def take_more(self) -> bool:
+        """Take the pages of the next pieces, one on each thread. Return whether more are missing then."""
+        self._take(range(self._taken_bytes, self._total_bytes, _PIECE_BYTES)[: _threads()])
+        return self.missing_bytes > 0
+
+    def take_rest(self) -> None:
+        """Take all pages that are missing, on several threads: a lack of memory must be an error here, and not a signal
+        at the first use. The arena is closed then."""
+        try:
+            self._take(range(self._taken_bytes, self._total_bytes, _PIECE_BYTES))
+        except StorageError:
+            self.close()
+            raise
+
+    def shrink(self, size_bytes: int) -> None:
+        """Give back what lies behind the first `size_bytes`, before the first save. The addresses stay as they are."""
+        os.ftruncate(self.handle, PAGE_BYTES + size_bytes)
+        self.memory = self.memory[:size_bytes]
+        self.size_bytes = size_bytes
+        self._total_bytes = PAGE_BYTES + size_bytes
+        self._taken_bytes = min(self._taken_bytes, self._total_bytes)
 
     @property
     def staged(self) -> int:
@@ -110,64 +152,50 @@ class Arena:
 
     def close(self) -> None:
         """Close the handle. The memory itself is freed when nothing refers to it any more."""
-        handle, self.handle = self.handle, -1
-        if handle >= 0:
-            os.close(handle)
+        self.handle = -1
+        self._close_handle()
 
-    def _touch(self) -> None:
-        """Take every page, on several threads: the kernel clears each of them, which takes longer than a copy."""
-        total = PAGE_BYTES + self.size_bytes
-        starts = range(0, total, _TOUCH_BYTES)
-        with ThreadPoolExecutor(min(_MAX_TOUCHERS, os.cpu_count() or 1, len(starts))) as pool:
-            results = list(pool.map(lambda start: self._populate(start, min(_TOUCH_BYTES, total - start)), starts))
-        for code in results:
-            if code == errno.EINVAL:  # a kernel before 5.14
-                os.posix_fallocate(self.handle, 0, total)
-                return
-            if code:
-                raise OSError(code, os.strerror(code))
+    def _take(self, starts: Sequence[int]) -> None:
+        """Take the pages of the pieces that begin at these bytes of the file."""
+        if not starts:
+            return
+        try:
+            self._take_pieces(starts)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise _no_memory(error, self.size_bytes) from error
+            self._allocate()
+        self._taken_bytes = min(starts[-1] + _PIECE_BYTES, self._total_bytes)
 
-    def _populate(self, start: int, size_bytes: int) -> int:
-        # Through ctypes, which lets other threads run meanwhile.
-        done = _libc.madvise(self.address - PAGE_BYTES + start, size_bytes, _MADV_POPULATE_WRITE)
-        return 0 if done == 0 else ctypes.get_errno()
+    def _take_pieces(self, starts: Sequence[int]) -> None:
+        try:
+            with ThreadPoolExecutor(min(_threads(), len(starts))) as pool:
+                list(pool.map(self._take_piece, starts))
+        except RuntimeError:  # no more threads
+            for start in starts:
+                self._take_piece(start)
 
+    def _take_piece(self, start: int) -> None:
+        take_pages(self.address - PAGE_BYTES + start, min(_PIECE_BYTES, self._total_bytes - start))
 
-def _mapped(handle: int, size_bytes: int) -> ctypes.Array[ctypes.c_ubyte]:
-    """Return the memory of a handle, which stays where it is as long as anything refers to it.
-
-    Not by the mmap module: it keeps a handle of its own, which a data loader's worker would inherit and keep the memory
-    alive with, long after the trainer gave it back.
-    """
-    address = _libc.mmap(None, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, handle, 0)
-    if address in (None, _MAP_FAILED):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    # Nor may such a worker have the memory itself.
-    _libc.madvise(address, size_bytes, mmap.MADV_DONTFORK)
-    array = (ctypes.c_ubyte * size_bytes).from_address(address)
-    # At the end of the process the system does it, when nothing can look at the memory any more.
-    weakref.finalize(array, _unmap, address, size_bytes, os.getpid()).atexit = False
-    return array
+    def _allocate(self) -> None:
+        """Take all pages in the way of kernels before 5.14."""
+        try:
+            os.posix_fallocate(self.handle, 0, self._total_bytes)
+        except OSError as error:
+            raise _no_memory(error, self.size_bytes) from error
 
 
-def _unmap(address: int, size_bytes: int, owner: int) -> None:
-    if os.getpid() == owner:  # in a forked child something else may be there
-        _libc.munmap(address, size_bytes)
+def _threads() -> int:
+    return min(own_processors(), _MAX_THREADS)
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_longlong,
-)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_MAP_FAILED = 2 ** (8 * ctypes.sizeof(ctypes.c_void_p)) - 1
+def _no_memory(error: OSError, size_bytes: int) -> StorageError:
+    return StorageError.of(
+        error,
+        f"taking {size_bytes / 2**20:,.0f} MiB of memory for staging",
+        advice="give staging_limit_bytes= to save in pieces, or use mode='sync'",
+    )
 
 
 _arenas: weakref.WeakSet[Arena] = weakref.WeakSet()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ import torch
 from holdfast.ondisk.safetensors import SMALL_BYTES
 from holdfast.saving.staging.arena import Arena
 
-__all__ = ["BYTE", "Chunk", "Placement", "can_copy", "copy_all", "copy_now", "copyable"]
+__all__ = ["BYTE", "Chunk", "Placement", "Sources", "can_copy", "copy_all", "copy_now", "copyable"]
 
 BYTE = torch.uint8
 
@@ -33,17 +33,29 @@ class Chunk(NamedTuple):
         return memory.view(self.dtype).view(self.sizes)
 
 
+class Sources(NamedTuple):
+    """The memory of each part of an inventory: its tensor; where its bytes lie in host memory as a file has them, 0
+    where torch has to copy them; and all devices that the tensors are on."""
+
+    tensors: Sequence[torch.Tensor]
+    addresses: Sequence[int]
+    devices: Set[torch.device]
+
+
 @dataclass(slots=True)
 class Placement:
     """Where the chunks of a save lie in an arena; those that are empty lie nowhere.
 
-    `order` has for each chunk its part of the inventory, `views` a tensor over its place. The other lists are of
-    indices: `special` are the chunks whose sources `copyable` has to change, `small` and `large` are all of them.
+    `order` has for each chunk its part of the inventory, `views` a tensor over its place, `targets` and `sizes` its
+    address and its bytes. The other lists are of indices: `special` are the chunks whose sources `copyable` has to
+    change, `small` and `large` are all of them.
     """
 
     arena: Arena
     chunks: list[Chunk] = field(default_factory=list)
     views: list[torch.Tensor] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
     special: list[int] = field(default_factory=list)
     small: list[int] = field(default_factory=list)
@@ -56,6 +68,8 @@ class Placement:
             self.special.append(index)
         (self.small if chunk.end - chunk.start < SMALL_BYTES else self.large).append(index)
         self.order.append(part)
+        self.targets.append(self.arena.address + chunk.start)
+        self.sizes.append(chunk.end - chunk.start)
         self.chunks.append(chunk)
         self.views.append(chunk.on(torch.frombuffer(self.arena.memory[chunk.start : chunk.end], dtype=BYTE)))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -105,6 +105,7 @@ class DeviceCopier:
     def __init__(self, accelerators: Accelerators = ACCELERATORS) -> None:
         self._accelerators = accelerators
         self._page_locked: list[tuple[Arena, Accelerator]] = []
+        self._devices: dict[torch.device, Accelerator] = {}
         self._batches: dict[tuple[int, int], _DeviceBatch] = {}
         self._source_devices: _SourceDevices | None = None
         self._streams: dict[torch.device, Any] = {}
@@ -128,7 +129,7 @@ class DeviceCopier:
         """
         views = placement.views
         where = self._where(sources, placement)
-        self._page_lock(placement.arena, where.used)
+        self.page_lock(placement.arena, where.used)
         gathered, singles = self._gather(sources, placement, where.runs), where.singles
         cloned = clones and self._clone(sources, singles)
         if not cloned:
@@ -162,6 +163,23 @@ class DeviceCopier:
     def forget_placement(self) -> None:
         """Forget what depends on where the chunks lie in the arena."""
         self._batches, self._source_devices = {}, None
+
+    def page_lock(self, arena: Arena, used: Mapping[torch.device, Accelerator]) -> None:
+        """Page-lock an arena for copies from these devices, once."""
+        self._devices = dict(used)
+        for accelerator in dict.fromkeys(used.values()):
+            if (arena, accelerator) not in self._page_locked:
+                try:
+                    accelerator.page_lock(arena.address, arena.size_bytes)
+                    self._page_locked.append((arena, accelerator))
+                except RuntimeError as error:
+                    logger.warning("the arena could not be page-locked (%s): copies will be slower", error)
+
+    def set_devices(self) -> None:
+        """Make a device that the copies use the calling thread's current one: a new thread begins at the first device,
+        and any call there takes memory of that, whosever it is."""
+        for device, accelerator in self._devices.items():
+            accelerator.set_device(device)
 
     def release(self, arena: Arena) -> None:
         """Release an arena that is about to be closed."""
@@ -243,15 +261,6 @@ class DeviceCopier:
         if device not in self._streams:
             self._streams[device] = accelerator.new_stream(device)
         return self._streams[device]
-
-    def _page_lock(self, arena: Arena, used: dict[torch.device, Accelerator]) -> None:
-        for accelerator in dict.fromkeys(used.values()):
-            if (arena, accelerator) not in self._page_locked:
-                try:
-                    accelerator.page_lock(arena.address, arena.size_bytes)
-                    self._page_locked.append((arena, accelerator))
-                except RuntimeError as error:
-                    logger.warning("the arena could not be page-locked (%s): copies will be slower", error)
 
 
 def _runs(devices: Sequence[torch.device | None], chunks: Sequence[Chunk]) -> Iterator[tuple[int, int]]:

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-__all__ = ["Move", "move_all"]
+from holdfast.saving.threads import join_all, start_all
+
+__all__ = ["Move", "move_all", "move_briefly", "move_small"]
 
 _MOVE_BYTES = 4 << 20
 _MAX_THREADS = 8
+# After so many small copies, some milliseconds, another thread may run.
+_SMALL_MOVES = 4096
 
 
 class Move(NamedTuple):
@@ -32,11 +37,30 @@ def move_all(moves: Sequence[Move], *, threads: int, on_progress: Callable[[int]
     count = max(min(threads, _MAX_THREADS, len(pieces)), 1)
     team = _Team(pieces, on_progress)
     helpers = [threading.Thread(target=team.work, name="holdfast-copy", daemon=True) for _ in range(count - 1)]
-    for helper in helpers:
-        helper.start()
-    team.work()
-    for helper in helpers:
-        helper.join()
+    try:
+        start_all(helpers)
+        team.work()
+    except BaseException:
+        # Such as an interrupt. Not one byte may be copied after this: the next save uses the same places.
+        team.stop()
+        raise
+    finally:
+        join_all(helpers)
+
+
+def move_small(targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
+    """Copy that many bytes from each source to each target, where there are very many and each is small: what one copy
+    costs besides its bytes is most of the time then."""
+    for start in range(0, len(targets), _SMALL_MOVES):
+        some = slice(start, start + _SMALL_MOVES)
+        deque(map(move_briefly, targets[some], sources[some], sizes[some]), maxlen=0)
+
+
+# Unlike ctypes.memmove it does not let another thread run meanwhile: with very many small copies, to take turns at each
+# would take longer than all of the copies.
+move_briefly = ctypes.PyDLL(None).memmove
+move_briefly.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+move_briefly.restype = None
 
 
 def _pieces(moves: Sequence[Move]) -> Iterator[Move]:
@@ -53,6 +77,7 @@ class _Team:
         self._on_progress = on_progress
         self._lock = threading.Lock()
         self._next = 0
+        self._stopped = False
         self._under_way: set[int] = set()
 
     def work(self) -> None:
@@ -62,8 +87,14 @@ class _Team:
             ctypes.memmove(*self._pieces[piece])
             piece = self._take(piece)
 
+    def stop(self) -> None:
+        """Have every thread end after the piece that it copies now, and report no more progress."""
+        self._stopped = True
+
     def _take(self, done: int | None) -> int | None:
         with self._lock:
+            if self._stopped:
+                return None
             if done is not None:
                 self._under_way.discard(done)
                 first = min(self._under_way, default=self._next)

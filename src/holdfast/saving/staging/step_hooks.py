@@ -8,12 +8,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
 
 from holdfast.state.optimizers import inner_optimizers
-from holdfast.state.tensors import any_sharded, is_sharded, plain_parts
+from holdfast.state.tensors import is_sharded, plain_parts
 
 __all__ = ["Place", "StepHooks", "changes_in_step_alone", "owned_places"]
 
@@ -79,8 +80,12 @@ def owned_places(optimizers: Iterable[torch.optim.Optimizer]) -> set[Place]:
         for state in optimizer.state.values():
             if isinstance(state, dict):
                 tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    tensors = [part for tensor in tensors for _, part in plain_parts(tensor)]
-    if any_sharded(tensors):
+    if not _PLAIN.issuperset(map(type, tensors)):
+        tensors = [part for tensor in tensors for _, part in plain_parts(tensor)]
         tensors = [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]
     # A tensor's memory. Its beginning alone would take a longer tensor over the same memory for this one.
-    return {(tensor.data_ptr(), tensor.nbytes) for tensor in tensors}
+    return set(zip(map(torch.Tensor.data_ptr, tensors), map(_SIZE, tensors), strict=True))
+
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_SIZE = attrgetter("nbytes")

@@ -18,11 +18,10 @@ from holdfast.ondisk.manifest import BLOCK_BYTES, ChunkRecord, FileRecord, diges
 from holdfast.saving.messages import Receipt
 from holdfast.saving.staging.arena import Arena
 from holdfast.saving.staging.budget import own_processors
-from holdfast.saving.writer.messages import Image, PlainImage
+from holdfast.saving.writer.messages import Image, Place, PlainImage
 from holdfast.storage.base import WRITE_PIECE_BYTES, Sink, Storage
 
 _PAUSE_SECONDS = 0.001
-_PATIENCE_SECONDS = 0.25
 _MAX_DIGESTERS = 4
 
 
@@ -48,6 +47,9 @@ class Digesters:
         return max(1, min(_MAX_DIGESTERS, processors // 4, size_bytes // self.patient_bytes))
 
 
+_DIGESTERS = Digesters()
+
+
 def drain(
     folder: str,
     images: Sequence[Image],
@@ -58,12 +60,12 @@ def drain(
     eager: bool,
     check_source: Callable[[], None],
     on_created: Callable[[str], None],
-    digesters: Digesters = Digesters(),  # noqa: B008, it is immutable
+    digesters: Digesters = _DIGESTERS,
 ) -> Receipt:
     """Write everything, and return when bytes and names are durable.
 
-    `eager` begins at once. Else a processor is making the copy: it is left alone for a moment, in which most copies are
-    done, because both would use the same memory and the disk is the slower one.
+    Bytes are written as soon as they are staged. `eager` also digests them then. Else a processor is making the copy,
+    of which there may be no other one to digest: that begins when a large state is staged.
 
     `check_source` raises when staging will never finish; it is called while there is nothing to do. `on_created` is
     called with the name of every file that this call created: only those may be removed.
@@ -71,8 +73,6 @@ def drain(
     digesting = _Digesting(images, arena, digesters, patient=not eager)
     digesting.start()
     try:
-        if images and not eager:
-            _be_patient(arena, images[-1].end, check_source)
         for image in images:
             with storage.create(paths.key(folder, image.name), image.size_bytes) as sink:
                 on_created(image.name)
@@ -91,13 +91,6 @@ def drain(
     for place in sorted({paths.key(folder, name).rpartition("/")[0] for name in names}, reverse=True):
         storage.sync(place)
     return Receipt((*tensor_files, *files), tuple(chunks))
-
-
-def _be_patient(arena: Arena, end: int, check_source: Callable[[], None]) -> None:
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while arena.staged < end and time.monotonic() < deadline:
-        check_source()
-        time.sleep(_PAUSE_SECONDS)
 
 
 def _write_image(image: Image, arena: Arena, sink: Sink, check_source: Callable[[], None]) -> None:
@@ -126,7 +119,8 @@ class _Digesting:
         self._arena = arena
         self._digesters = digesters
         self._patient = patient
-        self._digests = [[[""] * -(-chunk.size_bytes // BLOCK_BYTES) for chunk in image.chunks] for image in images]
+        # One list for all chunks of an image: there may be very many of them, of one block each.
+        self._digests = [[""] * sum(_blocks_in(chunk) for chunk in image.chunks) for image in images]
         self._blocks = _each_block(images, self._digests)
         self._taking = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="holdfast-digest", daemon=True)
@@ -205,17 +199,24 @@ class _Digesting:
 
     def _put_together(self) -> None:
         for image, of_image in zip(self._images, self._digests, strict=True):
-            for chunk, digests in zip(image.chunks, of_image, strict=True):
+            first = 0
+            for chunk in image.chunks:
+                end = first + _blocks_in(chunk)
                 record = ChunkRecord(
-                    file=image.name, start=chunk.start, offsets=chunk.offsets, sizes=chunk.sizes, digests=tuple(digests)
+                    file=image.name,
+                    start=chunk.start,
+                    offsets=chunk.offsets,
+                    sizes=chunk.sizes,
+                    digests=tuple(of_image[first:end]),
                 )
                 self._chunks.append((chunk.leaf, record))
+                first = end
             header = bytes(self._arena.memory[image.start : image.start + image.header_bytes])
             self._files.append(
                 FileRecord(
                     name=image.name,
                     size_bytes=image.size_bytes,
-                    digest=tensor_file_digest(header, [digest for digests in of_image for digest in digests]),
+                    digest=tensor_file_digest(header, of_image),
                     header_bytes=image.header_bytes,
                 )
             )
@@ -227,20 +228,25 @@ class _Digesting:
         return staged
 
 
+def _blocks_in(chunk: Place) -> int:
+    return -(-chunk.size_bytes // BLOCK_BYTES)
+
+
 def _each_block(
-    images: Sequence[Image], digests_of_images: Sequence[Sequence[list[str]]]
+    images: Sequence[Image], digests_of_images: Sequence[list[str]]
 ) -> Iterator[tuple[list[str], int, int, int]]:
     """Yield the place of the digest of each block, and where its bytes are.
 
     No method: an unfinished generator that holds its object is a cycle, and a writer collects no garbage.
     """
-    for image, of_image in zip(images, digests_of_images, strict=True):
-        for chunk, digests in zip(image.chunks, of_image, strict=True):
+    for image, digests in zip(images, digests_of_images, strict=True):
+        index = 0
+        for chunk in image.chunks:
             first = image.start + chunk.start
             end = first + chunk.size_bytes
-            for index in range(len(digests)):
-                start = first + index * BLOCK_BYTES
+            for start in range(first, end, BLOCK_BYTES):
                 yield digests, index, start, min(start + BLOCK_BYTES, end)
+                index += 1
 
 
 @contextmanager

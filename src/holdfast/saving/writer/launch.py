@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from types import ModuleType
 
 import blake3
@@ -46,16 +47,23 @@ _KEPT_VARIABLES = {"PYTHONUTF8", "PYTHONCOERCECLOCALE", "PYTHONDONTWRITEBYTECODE
 def start_process(handle: int) -> subprocess.Popen[bytes]:
     """Start a writer process that has one end of a channel under this handle."""
     imports = json.dumps([_package_folders(), _further_folders()])
-    return subprocess.Popen(
-        # -P: no current folder; -s: no folder of the user's, unless this process has it.
-        [sys.executable, "-P", "-s", "-c", _BOOT, imports, str(handle), str(os.getpid())],
-        env=_environment(),
-        pass_fds=[handle],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        # A signal to the training's process group must not end the writer.
-        start_new_session=True,
-    )
+    with _starting:
+        return subprocess.Popen(
+            # -P: no current folder; -s: no folder of the user's, unless this process has it.
+            [sys.executable, "-P", "-s", "-c", _BOOT, imports, str(handle), str(os.getpid())],
+            env=_environment(),
+            pass_fds=[handle],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            # A signal to the training's process group must not end the writer.
+            start_new_session=True,
+        )
+
+
+# Another thread that forks, such as for the workers of a DataLoader, waits until a process has been started: its child
+# would hold the pipe by which the start is reported, and it would not be over before that child ends.
+_starting = threading.RLock()
+os.register_at_fork(before=_starting.acquire, after_in_parent=_starting.release, after_in_child=_starting.release)
 
 
 def _package_folders() -> dict[str, str]:

@@ -14,7 +14,7 @@ from holdfast.saving.facts import Facts, Listing
 from holdfast.saving.messages import Receipt
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class Place(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One chunk in its file: the leaf, where its bytes begin in the file, how many they are, its box."""
 
     leaf: str

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from holdfast.saving.staging.arena import Arena
 from holdfast.saving.writer.client import Writer, start_writer
 from holdfast.saving.writer.messages import Layout
-from holdfast.storage.base import Storage
+from holdfast.storage.base import Storage, features_of
 
 __all__ = ["WriterSupervisor"]
 
@@ -38,16 +38,25 @@ class WriterSupervisor:
         self.writer = None
         return may_still_read
 
+    def start_early(self) -> None:
+        """Start the writer before a save needs it, if it is a process: a thread starts in no time."""
+        if features_of(self._storage).reopens_by_url:
+            self._running_writer()
+
     def ready_writer(self, arena: Arena, layout: Layout) -> Writer:
         """Return a running writer that has the arena and the layout."""
-        if self.writer is None:
-            self.writer = self.start(self._storage)
-        self.writer.use_arena(arena)
-        self.writer.use_layout(layout)
-        return self.writer
+        writer = self._running_writer()
+        writer.use_arena(arena)
+        writer.use_layout(layout)
+        return writer
 
     def shut_down(self) -> None:
         """Let the writer finish and exit, if there is one."""
         writer, self.writer = self.writer, None
         if writer is not None:
             writer.shut_down()
+
+    def _running_writer(self) -> Writer:
+        if self.writer is None:
+            self.writer = self.start(self._storage)
+        return self.writer

@@ -56,12 +56,13 @@ class CudaAccelerator:
 
     def memory(self, device: torch.device) -> DeviceMemory:
         free, total = torch.cuda.mem_get_info(device)
-        # One reading of the statistics for all three: it takes longer than the question to the driver.
-        statistics = torch.cuda.memory_stats(device)
-        reserved = statistics.get("reserved_bytes.all.current", 0)
-        allocated = statistics.get("allocated_bytes.all.current", 0)
-        peak = statistics.get("allocated_bytes.all.peak", 0)
-        return DeviceMemory(int(free), int(total), int(reserved - allocated), int(reserved - peak))
+        # One reading of the statistics for all three, and not flattened: either takes longer than the question to the
+        # driver. Before the first use of the device there are none.
+        statistics = torch.cuda.memory_stats_as_nested_dict(device)
+        reserved = statistics.get("reserved_bytes", {}).get("all", {}).get("current", 0)
+        allocated = statistics.get("allocated_bytes", {}).get("all", {})
+        current, peak = allocated.get("current", 0), allocated.get("peak", 0)
+        return DeviceMemory(int(free), int(total), int(reserved - current), int(reserved - peak))
 
     def rng_states(self) -> list[torch.Tensor] | None:
         in_use = torch.cuda.is_available() and torch.cuda.is_initialized()

@@ -6,8 +6,6 @@ A second kind of accelerator is one file with a class like `CudaAccelerator`, an
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import filterfalse
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,8 +14,6 @@ from holdfast.state.devices.base import Accelerator
 from holdfast.state.devices.cuda import CudaAccelerator
 
 __all__ = ["ACCELERATORS", "Accelerators"]
-
-_is_cpu = attrgetter("is_cpu")
 
 
 class Accelerators:
@@ -37,11 +33,6 @@ class Accelerators:
     def among(self, devices: Iterable[torch.device]) -> dict[torch.device, Accelerator]:
         """Return those of the devices that have an accelerator, each once, in their order."""
         return {device: kind for device in dict.fromkeys(devices) if (kind := self.of(device)) is not None}
-
-    def hold_any(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Return whether any tensor is in an accelerator's memory. There may be very many, so those in host memory are
-        passed over without a step of the interpreter."""
-        return any(self.of(tensor.device) is not None for tensor in filterfalse(_is_cpu, tensors))
 
     def rng_states(self) -> dict[str, list[torch.Tensor]]:
         """Return the random states of the devices that are in use, by the type of device."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import threading
@@ -11,13 +12,18 @@ from typing import Any
 
 import pytest
 
-from holdfast.saving.staging.arena import Arena
+from holdfast.errors import StorageError
+from holdfast.saving.staging.arena import PAGE_BYTES, Arena
+from holdfast.saving.staging.budget import own_processors
+from holdfast.saving.staging.shared_memory import HUGE_PAGE_BYTES
 from holdfast.saving.writer.drain import drain
 from holdfast.saving.writer.messages import Image, Place
 from holdfast.storage.base import WRITE_PIECE_BYTES
 from holdfast.storage.local.local import LocalStorage
 
 SIZE_BYTES = 3 * WRITE_PIECE_BYTES
+# Pages are taken in pieces of 32 MiB, one on each thread.
+LARGE_BYTES = min(own_processors(), 8) * (32 << 20) + (5 << 20)
 # A processor may keep any two accesses in order by luck. What can be tested is that each side passes the fence in the
 # right place: the fence writes a byte of the control page through the file, which is seen in the mapped page.
 FENCE_BYTE = 64
@@ -132,3 +138,126 @@ def test_nothing_is_read_before_it_is_known_to_be_staged(
     assert not thread.is_alive()
     assert reading.ahead == []
     assert (tmp_path / "step-000000001" / "a.safetensors").read_bytes() == bytes(trainer.memory)
+
+
+def taken_bytes(arena: Arena) -> int:
+    """Return how much memory the system says that the arena takes."""
+    return os.fstat(arena.handle).st_blocks * 512
+
+
+def arena_handles() -> int:
+    gc.collect()
+    handles = [os.path.realpath(handle) for handle in Path("/proc/self/fd").iterdir()]
+    return sum("holdfast-arena" in name for name in handles)
+
+
+@pytest.fixture
+def large() -> Iterator[Arena]:
+    """An arena of more than one piece for each thread that takes pages, whatever the machine, and no whole pieces."""
+    arena = Arena.reserve(LARGE_BYTES)
+    yield arena
+    arena.close()
+
+
+def test_an_arena_that_is_made_has_all_of_its_pages() -> None:
+    arena = Arena.make(SIZE_BYTES)
+    assert taken_bytes(arena) == arena.taken_bytes == PAGE_BYTES + SIZE_BYTES
+    assert arena.missing_bytes == 0
+    assert (arena.address - PAGE_BYTES) % HUGE_PAGE_BYTES == 0, "or no page can be a huge one"
+    arena.close()
+
+
+def test_an_arena_is_made_by_the_caller_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    arena = Arena.make(LARGE_BYTES)
+    assert arena.missing_bytes == 0
+    assert taken_bytes(arena) >= LARGE_BYTES
+    arena.close()
+
+
+def test_a_reserved_arena_takes_its_pages_front_to_back_and_goes_on_where_it_stopped(large: Arena) -> None:
+    assert taken_bytes(large) == large.taken_bytes == 0
+    sizes = []
+    while large.take_more():
+        assert taken_bytes(large) == large.taken_bytes, "no page is taken twice, and none that is not counted"
+        assert large.missing_bytes == PAGE_BYTES + LARGE_BYTES - large.taken_bytes
+        sizes.append(large.taken_bytes)
+    assert sizes == sorted(set(sizes))
+    assert len(sizes) >= 1
+    assert taken_bytes(large) == large.taken_bytes == PAGE_BYTES + LARGE_BYTES
+    assert not large.take_more()
+    large.memory[-4:] = b"last"
+    assert os.pread(large.handle, 4, LARGE_BYTES + PAGE_BYTES - 4) == b"last"
+
+
+def test_the_rest_is_what_was_not_taken_so_far(large: Arena) -> None:
+    assert large.take_more()
+    large.memory[:5] = b"first"
+    large.take_rest()
+    assert taken_bytes(large) == large.taken_bytes == PAGE_BYTES + LARGE_BYTES
+    assert large.memory[:5] == b"first"
+
+
+@pytest.mark.parametrize("all_taken", [True, False])
+def test_shrinking_gives_memory_back_and_the_rest_stays(all_taken: bool, large: Arena) -> None:
+    if all_taken:
+        large.take_rest()
+    else:
+        large.take_more()
+    address, kept = large.address, 3 * HUGE_PAGE_BYTES
+    large.memory[:5], large.memory[kept - 4 : kept] = b"first", b"last"
+    large.shrink(kept)
+    assert (large.address, large.size_bytes, len(large.memory)) == (address, kept, kept)
+    assert large.taken_bytes == PAGE_BYTES + kept
+    assert taken_bytes(large) <= PAGE_BYTES + kept + HUGE_PAGE_BYTES
+    assert (large.memory[:5], large.memory[kept - 4 :]) == (b"first", b"last")
+    assert not large.take_more()
+    writer = Arena(os.dup(large.handle), kept)
+    assert writer.memory[:5] == b"first"
+    writer.close()
+
+
+def test_a_shrunk_arena_takes_what_it_still_misses(large: Arena) -> None:
+    large.shrink(3 * HUGE_PAGE_BYTES)
+    assert large.taken_bytes == taken_bytes(large) == 0
+    large.take_rest()
+    assert large.taken_bytes == PAGE_BYTES + 3 * HUGE_PAGE_BYTES == taken_bytes(large)
+
+
+@pytest.mark.parametrize("size_bytes", [1 << 60, 1 << 50])
+def test_an_arena_that_no_system_has_room_for_is_an_error_and_leaves_no_handle(size_bytes: int) -> None:
+    before = arena_handles()
+    with pytest.raises(StorageError, match=r"MiB of memory for staging.*staging_limit_bytes="):
+        Arena.make(size_bytes)
+    assert arena_handles() == before
+
+
+def test_pages_that_cannot_be_taken_are_an_error_and_the_handle_is_closed(large: Arena) -> None:
+    before = arena_handles()
+    # As if there were no memory: pages behind the end of the file cannot be had either.
+    os.ftruncate(large.handle, PAGE_BYTES)
+    with pytest.raises(StorageError, match=r"MiB of memory for staging.*use mode='sync'"):
+        large.take_rest()
+    assert arena_handles() == before - 1
+    large.close()
+
+
+def test_an_arena_that_is_dropped_without_being_closed_leaves_no_handle() -> None:
+    before = arena_handles()
+    arena = Arena.make(PAGE_BYTES)
+    assert arena_handles() == before + 1
+    del arena
+    assert arena_handles() == before
+
+
+def test_to_close_twice_closes_no_handle_of_another(large: Arena) -> None:
+    number = large.handle
+    large.close()
+    other = os.dup(0)
+    assert other == number, "the system gives the lowest number that is free"
+    large.close()
+    os.fstat(other)
+    os.close(other)

@@ -166,4 +166,18 @@ def test_ranks_that_share_a_machine_share_its_memory_whatever_their_launcher_say
         summary("b", None),
     ]
     assert neighbours(summaries) == (3, 2, 3, 3, 1, 2)
-    assert rooms_for_staging(summaries) == [4 * GIB, 6 * GIB, 4 * GIB, 2 * GIB, 12 * GIB + 5, None]
+    assert rooms_for_staging(summaries, [12 * GIB] * 6) == [4 * GIB, 12 * GIB, 4 * GIB, 2 * GIB, 12 * GIB + 5, None]
+
+
+def test_ranks_that_hold_their_memory_already_leave_what_is_free_to_the_others() -> None:
+    """One rank has got ready for its first save, the other has not: both have room for what they need."""
+    ready, other = summary("a", 15 * GIB, held_bytes=11 * GIB), summary("a", 15 * GIB)
+    assert rooms_for_staging([ready, other], [10 * GIB, 10 * GIB])[1] == 15 * GIB
+    assert rooms_for_staging([ready, other, other], [10 * GIB] * 3)[1] == 5 * GIB, "both need the rest"
+    apart = summary("b", 15 * GIB)
+    assert rooms_for_staging([ready, other, apart], [10 * GIB] * 3)[1:] == [15 * GIB, 15 * GIB]
+
+
+def test_ranks_of_another_training_on_the_machine_keep_their_share() -> None:
+    ready, other = (summary("a", 16 * GIB, held_bytes=held, ranks_here=4) for held in (11 * GIB, 0))
+    assert rooms_for_staging([ready, other], [10 * GIB, 10 * GIB])[1] == 8 * GIB

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +93,41 @@ def test_a_living_writer_answers_what_it_cannot_do(storage: Any) -> None:
     writer.send(Commit(3))
     assert "nothing to commit" in str(writer.receive(3, lambda: 0, 60.0))
     writer.shut_down()
+
+
+FORK_WHILE_A_WRITER_IS_STARTED = """
+import os, subprocess, threading, time
+from holdfast.saving.writer import launch
+
+order, started = [], threading.Event()
+
+def start(*arguments, **named):
+    started.set()
+    time.sleep(0.5)
+    order.append("started")
+
+subprocess.Popen = start
+thread = threading.Thread(target=launch.start_process, args=(0,))
+thread.start()
+started.wait()
+child = os.fork()
+if child == 0:
+    os._exit(0)
+order.append("forked")
+os.waitpid(child, 0)
+thread.join()
+assert order == ["started", "forked"], order
+child = os.fork()  # and one fork after the other works, in a child, too
+if child == 0:
+    grandchild = os.fork()
+    if grandchild == 0:
+        os._exit(0)
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1]))
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+
+
+@pytest.mark.guarantee("G6")
+def test_a_fork_waits_until_a_writer_is_started_whose_pipe_its_child_would_hold() -> None:
+    done = subprocess.run([sys.executable, "-c", FORK_WHILE_A_WRITER_IS_STARTED], capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr.decode()

@@ -7,7 +7,7 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +131,9 @@ def test_what_is_staged_bit_by_bit_is_written_and_digested_whole(
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_a_digest_that_fails_fails_the_save(count: int, arena: Arena, storage: LocalStorage) -> None:
+def test_a_digest_that_fails_fails_the_save(
+    count: int, arena: Arena, storage: LocalStorage, new_threads: Callable[[], list[str]]
+) -> None:
     calls = iter(range(100))
 
     def failing(data: memoryview) -> str:
@@ -143,7 +145,7 @@ def test_a_digest_that_fails_fails_the_save(count: int, arena: Arena, storage: L
     arena.staged = images[-1].end
     with pytest.raises(MemoryError, match="no room"):
         drained(images, arena, storage, digesters(count, digest=failing))
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("holdfast-digest")]
+    assert new_threads() == []
 
 
 class Unreadable:

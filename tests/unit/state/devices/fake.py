@@ -6,6 +6,7 @@ copied changed, as on a device that is far behind.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ class FakeStream:
         self.work: list[Callable[[], Any]] = []
         self.done = 0
         self._at_once = at_once
+        # Several threads may wait for the same event, as they may for one of a device.
+        self._running = threading.RLock()
 
     def add(self, work: Callable[[], Any]) -> None:
         self.work.append(work)
@@ -32,9 +35,10 @@ class FakeStream:
             self.run(len(self.work))
 
     def run(self, position: int) -> None:
-        while self.done < position:
-            self.done += 1
-            self.work[self.done - 1]()
+        with self._running:
+            while self.done < position:
+                self.done += 1
+                self.work[self.done - 1]()
 
     def wait_event(self, event: FakeEvent) -> None:
         self.add(event.synchronize)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from holdfast.state.devices import ACCELERATORS, Accelerator, Accelerators
+from holdfast.state.devices import ACCELERATORS, Accelerators
 from tests.unit.state.devices.fake import FakeAccelerator
 
 META = torch.device("meta")
@@ -24,30 +24,6 @@ def test_devices_are_given_once_in_their_order_and_those_without_an_accelerator_
     kind = FakeAccelerator("xpu")
     devices = [torch.device("xpu", 1), HOST, torch.device("xpu", 0), META, torch.device("xpu", 1)]
     assert list(Accelerators([kind]).among(devices).items()) == [(devices[0], kind), (devices[2], kind)]
-
-
-def test_tensors_in_host_memory_or_on_another_kind_of_device_are_held_by_no_accelerator() -> None:
-    host, meta = torch.empty(3), torch.empty(3, device=META)
-    accelerators = Accelerators([FakeAccelerator("meta")])
-    assert not accelerators.hold_any([])
-    assert not accelerators.hold_any([host, host])
-    assert accelerators.hold_any([host, meta])
-    assert not Accelerators([FakeAccelerator("xpu")]).hold_any([host, meta])
-
-
-def test_a_tensor_in_host_memory_costs_no_lookup() -> None:
-    class Counting(Accelerators):
-        lookups = 0
-
-        def of(self, device: torch.device) -> Accelerator | None:
-            self.lookups += 1
-            return super().of(device)
-
-    counting = Counting([FakeAccelerator("meta")])
-    counting.hold_any([torch.empty(1)] * 1000)
-    assert counting.lookups == 0
-    counting.hold_any([torch.empty(1, device=META)] * 1000)
-    assert counting.lookups == 1, "and the first one on a device is enough"
 
 
 def test_random_states_are_stored_by_type_where_devices_are_in_use_and_set_again() -> None:
