@@ -137,12 +137,24 @@ class Files:
 
     def source(self, file: str, leaf: str) -> Source | None:
         """Return the open file; None, with a problem noted for the leaf, where it is damaged."""
-        source = self._sources.get(file)
-        if source is None:
-            source = self._sources[file] = open_file(self._checkpoint, file, self._stack)
+        source = self._sources.get(file) or self._open(file)
         if isinstance(source, Problem):
             self.problems.append(Problem(source.file, source.what, leaf))
             return None
+        return source
+
+    def sound(self, file: str) -> Source | None:
+        """Return the open file; None, with nothing noted, where it is damaged."""
+        source = self._sources.get(file) or self._open(file)
+        return None if isinstance(source, Problem) else source
+
+    @property
+    def block_bytes(self) -> int:
+        """Return the number of bytes that one digest is of."""
+        return self._checkpoint.manifest.block_bytes
+
+    def _open(self, file: str) -> Source | Problem:
+        source = self._sources[file] = open_file(self._checkpoint, file, self._stack)
         return source
 
 

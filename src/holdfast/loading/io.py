@@ -13,9 +13,9 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,6 @@ from holdfast.loading.copy_ring import Carrier, Rings
 from holdfast.loading.files import DAMAGE, Files
 from holdfast.loading.gpu_digest import DeviceDigester
 from holdfast.loading.requests import READ_PIECE_BYTES
-from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.report import Problem
 from holdfast.state.memory import give_back_zeros
 from holdfast.state.tensors import memory_at, memory_of
@@ -69,7 +68,7 @@ class Job(NamedTuple):
 
 
 def run_jobs(
-    checkpoint: Checkpoint,
+    files: Files,
     jobs: Iterable[Job],
     checked: bool,
     on_bytes: OnBytes,
@@ -84,13 +83,15 @@ def run_jobs(
         on_bytes(sum(job.end - job.start for job in task.jobs))
         return found
 
-    with ExitStack() as stack:
-        files = Files(checkpoint, stack)
-        found = _side_by_side(act, _tasks(jobs, files, checked))
-        return files.problems + [problem for problems in found for problem in problems]
+    tasks = _tasks(jobs, files, checked)
+    first = next(tasks, None)
+    if first is None:
+        return files.problems
+    found = _side_by_side(act, chain([first], tasks), _workers(first))
+    return files.problems + [problem for problems in found for problem in problems]
 
 
-def _side_by_side(act: Callable[[_Task], list[Problem]], tasks: Iterator[_Task]) -> list[list[Problem]]:
+def _side_by_side(act: Callable[[_Task], list[Problem]], tasks: Iterator[_Task], threads: int) -> list[list[Problem]]:
     """Do the tasks in several threads, which take them one by one. The first error ends them all.
 
     Each thread makes the task that it does: one that made them for all would keep the interpreter's lock for
@@ -113,17 +114,19 @@ def _side_by_side(act: Callable[[_Task], list[Problem]], tasks: Iterator[_Task])
             raise
         return found
 
-    with ThreadPoolExecutor(_workers(), thread_name_prefix="holdfast-read") as pool:
-        workers = [pool.submit(work) for _ in range(_workers())]
+    with ThreadPoolExecutor(threads, thread_name_prefix="holdfast-read") as pool:
+        workers = [pool.submit(work) for _ in range(threads)]
         try:
             return [problems for worker in workers for problems in worker.result()]
         finally:
             stop.set()
 
 
-def _workers() -> int:
-    """Return the number of threads: as many as this process has cores, because most of the work is to digest."""
-    return min(_MAX_WORKERS, len(os.sched_getaffinity(0)))
+def _workers(first: _Task) -> int:
+    """Return the number of threads: as many as this process has processors, because most of the work is to digest; or
+    more past the page cache, where a disk is at its fastest when it is asked for several pieces at once."""
+    waits = isinstance(first, _Extent) and first.alignment_bytes > 1
+    return _MAX_WORKERS if waits else min(_MAX_WORKERS, len(os.sched_getaffinity(0)))
 
 
 @dataclass(slots=True)

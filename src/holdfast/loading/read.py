@@ -6,14 +6,17 @@ turns requests into jobs; `io` does them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 import torch
 
 from holdfast.loading.copy_ring import Carrier, Rings
+from holdfast.loading.files import Files
 from holdfast.loading.io import DeviceChecks, Job, OnBytes, run_jobs
 from holdfast.loading.requests import Overlap, Request, overlaps, pieces, row_groups
+from holdfast.loading.small_chunks import check_small, read_small
 from holdfast.ondisk.manifest import TensorRecord
 from holdfast.ondisk.regions import Box, span_of, strides_of
 from holdfast.runs.checkpoint import Checkpoint
@@ -47,19 +50,30 @@ def read(
         if request.fresh and request.target.is_cpu and request.target.nbytes >= _LARGE_PAGES_FROM_BYTES:
             prefer_huge_pages(request.target.data_ptr(), request.target.nbytes)
     later = DeviceChecks(_devices_that_check(requests) if checked else ())
-    jobs = (job for request in requests for job in _fills(request, checkpoint, readers, later))
-    with rings or Rings() as rings:
-        problems = run_jobs(checkpoint, jobs, checked, on_bytes, rings, later)
-    return problems + later.problems()
+    with ExitStack() as stack:
+        files = Files(checkpoint, stack)
+        damage, rest = read_small(files, requests, checked=checked, once=readers == 1, on_bytes=on_bytes)
+        jobs = (job for request in _in_file_order(rest) for job in _fills(request, checkpoint, readers, later))
+        rings = stack.enter_context(rings or Rings())
+        problems = run_jobs(files, jobs, checked, on_bytes, rings, later)
+    return damage + problems + later.problems()
 
 
 def check_bytes(
     checkpoint: Checkpoint, requests: Sequence[Request], *, on_bytes: OnBytes = lambda count: None
 ) -> list[Problem]:
     """Return the damage that filling these targets would meet. Changes nothing; the bytes stay in the page cache."""
-    jobs = (job for request in requests for job in _checks(request, checkpoint))
-    with Rings() as rings:
-        return run_jobs(checkpoint, jobs, True, on_bytes, rings, DeviceChecks(()))
+    with ExitStack() as stack:
+        files = Files(checkpoint, stack)
+        damage, rest = check_small(files, requests, on_bytes=on_bytes)
+        jobs = (job for request in _in_file_order(rest) for job in _checks(request, checkpoint))
+        return damage + run_jobs(files, jobs, True, on_bytes, stack.enter_context(Rings()), DeviceChecks(()))
+
+
+def _in_file_order(requests: Iterable[Request]) -> list[Request]:
+    """Return the requests as their bytes lie in the files: a disk reads neighbours together, and a state dict has small
+    tensors between large ones."""
+    return sorted(requests, key=lambda one: next(((chunk.file, chunk.start) for chunk in one.leaf.chunks), ("", 0)))
 
 
 def _checks(request: Request, checkpoint: Checkpoint) -> Iterator[Job]:

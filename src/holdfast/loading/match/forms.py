@@ -29,7 +29,9 @@ CAST = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
 
 def fits(leaf: TensorRecord, tensor: torch.Tensor, cut: Cut | None = None) -> bool:
-    return whole_shape(tensor, cut) == leaf.shape and tensor.dtype == torch_dtype(leaf.dtype)
+    # A torch.Size is a tuple; there may be very many of them.
+    shape = tensor.shape if cut is None else cut.shape
+    return shape == leaf.shape and tensor.dtype == torch_dtype(leaf.dtype)
 
 
 def is_castable(leaf: TensorRecord, tensor: torch.Tensor, cut: Cut | None = None) -> bool:

@@ -20,7 +20,7 @@ from holdfast.ondisk.regions import Cut
 from holdfast.state.names import cuts_of, unwrap
 from holdfast.state.rng import random_state_kept
 from holdfast.state.state_dicts import component_state, live_subclasses, values_state
-from holdfast.state.tensors import dtype_name, held_piece, require_memory, torch_dtype
+from holdfast.state.tensors import dtype_name, has_host_memory, held_piece, require_memory, torch_dtype
 
 __all__ = ["Matching"]
 
@@ -42,6 +42,9 @@ class Matching:
         self.saved = saved
         self.strategy = strategy
         self._live_subclasses: dict[str, torch.Tensor] | None = None
+        # The tree that was asked about last, and the front of its leaves' names: there may be very many leaves.
+        self._tree: TreeRecord | None = None
+        self._front = ""
         self.cuts = cuts_of(fitted.component, components)
 
     def note_difference(self, difference: str, ways: str) -> None:
@@ -91,6 +94,8 @@ class Matching:
 
     def excluded(self, leaf: str) -> bool:
         """Return whether the strategy excludes a leaf, and note the glob that does."""
+        if not self.strategy.exclude:
+            return False
         glob = self.strategy.excluding(leaf)
         if glob is not None:
             self.fitted.globs.add(glob)
@@ -99,20 +104,20 @@ class Matching:
 
     def leaf(self, tree: TreeRecord, reference: str) -> TensorRecord:
         """Return the leaf that the values of a tree refer to."""
-        name = paths.leaf_name(tree.name, reference)
-        try:
-            return self.saved.leaves[name]
-        except KeyError:
-            raise CorruptCheckpointError(
-                "the values name a tensor that is not listed", leaf=name, file=tree.file
-            ) from None
+        if tree is not self._tree:
+            self._tree, self._front = tree, f"{tree.name}."
+        leaf = self.saved.leaves.get(self._front + reference) if reference else self.saved.leaves.get(tree.name)
+        if leaf is None:
+            name = paths.leaf_name(tree.name, reference)
+            raise CorruptCheckpointError("the values name a tensor that is not listed", leaf=name, file=tree.file)
+        return leaf
 
     def fill(self, leaf: TensorRecord, tensor: torch.Tensor, *, fresh: bool, cut: Cut | None = None) -> torch.Tensor:
         """Request that a tensor be filled with a leaf, and return the tensor. Of a sharded one this rank's piece is."""
         box, local = held_piece(tensor, leaf=leaf.name, cut=cut)
         if tensor.dtype != torch_dtype(leaf.dtype):
             self.fitted.cast.append(f"{leaf.name}: {leaf.dtype} in the checkpoint, {dtype_name(tensor)} now")
-        if box.volume:
+        if 0 not in box.sizes:
             self.fitted.requests.append(Request(leaf, box, local, fresh))
         return tensor
 
@@ -128,7 +133,8 @@ class Matching:
             require_memory(state, component=self.fitted.component, leaf=path)
         elif isinstance(state, Mapping | list | tuple):
             for key, value in state.items() if isinstance(state, Mapping) else enumerate(state):
-                self.require_memory(value, f"{path}.{key}")
+                if not has_host_memory(value):
+                    self.require_memory(value, f"{path}.{key}")
 
     def live_state(self) -> Any:
         """Return the component's state in the form in which it was saved."""

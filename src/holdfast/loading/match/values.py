@@ -19,7 +19,7 @@ from holdfast.state.descriptions import differing_values
 from holdfast.state.names import is_loader, unwrap
 from holdfast.state.rng import RNGState, check_rng_state, random_state_kept
 from holdfast.state.state_dicts import load_values, tree_of
-from holdfast.state.tensors import is_sharded
+from holdfast.state.tensors import any_sharded, is_sharded
 from holdfast.state.wrappers import PerRank, check_plain_state, has_plain_state, load_state
 
 __all__ = ["match_values", "match_world"]
@@ -27,8 +27,10 @@ __all__ = ["match_values", "match_world"]
 
 def match_values(matching: Matching, tree: TreeRecord) -> None:
     """Fit a component to the one tree of it."""
-    live = _live_state(matching, tree)
-    state = decode_values(matching, tree, matching.saved.values(tree), "", _template(matching, tree, live))
+    excluded = _excluded_leaves(matching, tree)
+    live = _live_state(matching, tree, excluded)
+    template = _template(matching, tree, live, excluded)
+    state = decode_values(matching, tree, matching.saved.values(tree), "", template)
     if live is not None:
         _note_other_shards(matching, tree, live, state.preview)
     if isinstance(unwrap(matching.component), RNGState):
@@ -96,14 +98,15 @@ def _common_keys(
     return live.keys() & saved.keys()
 
 
-def _live_state(matching: Matching, tree: TreeRecord) -> Any:
+def _live_state(matching: Matching, tree: TreeRecord, excluded: Set[str]) -> Any:
     """Return the component's own state, where the saved tensors must know a device or a mesh to go to; else None."""
     # A loader that is asked for its state builds an iterator, and its tensors belong on the CPU anyway.
     if isinstance(matching.component, RNGState) or is_loader(matching.component):
         return None
-    own, excluded = _own_leaves(matching, tree)
+    front = f"{tree.name}."
+    has_leaves = any(name.startswith(front) for name in matching.saved.leaves)
     per_rank = isinstance(matching.component, PerRank)
-    if not own or (per_rank and not excluded and not matching.strategy.cast):
+    if not has_leaves or (per_rank and not excluded and not matching.strategy.cast):
         return None
     with random_state_kept():
         state = matching.live_state()
@@ -111,20 +114,22 @@ def _live_state(matching: Matching, tree: TreeRecord) -> Any:
     return state
 
 
-def _template(matching: Matching, tree: TreeRecord, state: Any) -> Mapping[str, torch.Tensor]:
+def _template(matching: Matching, tree: TreeRecord, state: Any, excluded: Set[str]) -> Mapping[str, torch.Tensor]:
     """Return the live tensors that show where saved ones go, by their path."""
     if state is None:
         return {}
-    _, excluded = _own_leaves(matching, tree)
     live = tree_of(matching.fitted.component, matching.component, state, None).tensors
-    kept = {path: tensor for path, tensor in live.items() if paths.leaf_name(tree.name, path) in excluded}
-    return kept if isinstance(matching.component, PerRank) and not matching.strategy.cast else live
+    if not isinstance(matching.component, PerRank) or matching.strategy.cast:
+        return live
+    return {path: tensor for path, tensor in live.items() if paths.leaf_name(tree.name, path) in excluded}
 
 
-def _own_leaves(matching: Matching, tree: TreeRecord) -> tuple[list[str], set[str]]:
-    """Return the leaves of a tree, and those of them that the strategy excludes."""
-    own = [name for name in matching.saved.leaves if name.startswith(f"{tree.name}.")]
-    return own, {name for name in own if matching.strategy.excluding(name) is not None}
+def _excluded_leaves(matching: Matching, tree: TreeRecord) -> set[str]:
+    """Return the leaves of a tree that the strategy excludes."""
+    if not matching.strategy.exclude:
+        return set()
+    own = (name for name in matching.saved.leaves if name.startswith(f"{tree.name}."))
+    return {name for name in own if matching.strategy.excluding(name) is not None}
 
 
 def _note_other_shards(matching: Matching, tree: TreeRecord, live: Any, saved: Any) -> None:
@@ -133,13 +138,15 @@ def _note_other_shards(matching: Matching, tree: TreeRecord, live: Any, saved: A
     come and go."""
     if isinstance(unwrap(matching.component), torch.optim.Optimizer | dict):
         return
-    now, before = dict(_tensors_by_path(live)), dict(_tensors_by_path(saved))
-    sharded = [path for path, tensor in now.items() if is_sharded(tensor)]
+    now = dict(_tensors_by_path(live))
+    sharded = [path for path, tensor in now.items() if is_sharded(tensor)] if any_sharded(now.values()) else []
+    if not sharded:
+        return
+    before = dict(_tensors_by_path(saved))
     leaves = {path: matching.saved.leaves.get(paths.leaf_name(tree.name, path)) for path in before.keys() - now.keys()}
     names = [paths.leaf_name(tree.name, path) for path in sharded if path not in before]
     matching.fitted.missing += [name for name in names if not matching.excluded(name)]
-    if sharded:
-        matching.note_unused(tree, sorted(path for path, leaf in leaves.items() if leaf is not None and leaf.sharded))
+    matching.note_unused(tree, sorted(path for path, leaf in leaves.items() if leaf is not None and leaf.sharded))
 
 
 def _tensors_by_path(state: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
