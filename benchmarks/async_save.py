@@ -1,8 +1,8 @@
 """How long does an asynchronous save keep the training, and when is it durable? Nothing else runs meanwhile.
 
 Contenders take turns. In its turn one is set up, saves once without counting (its buffers and processes are made
-then), saves twice counted, and is closed; so only one holds memory at a time, and a slow moment of the machine hits all
-of them. The first save's times are those of the first turn.
+then), saves three times counted, and is closed; so only one holds memory at a time, and a slow moment of the machine
+hits all of them. The first save's times are those of the first turn. One that takes seconds for a save has one turn.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from measure import (
     at_least,
     at_most,
     bars_table,
+    is_slow,
     median,
     ratio,
+    reason,
     show,
     span,
     times,
@@ -35,7 +37,7 @@ from measure import (
 from processes import cpu_seconds, family, give_back_memory
 from states import State, few_state, gpt_state, many_state
 
-SAVES_PER_TURN = 2
+SAVES_PER_TURN = 3
 
 
 @dataclass
@@ -63,7 +65,7 @@ def measure(factories: Sequence[savers.Factory], state: State, folder: Path, rou
         for factory in [*factories[shift:], *factories[:shift]]:
             saver = factory(folder, state)
             record = records.setdefault(saver.name, Record(saver.name, saver.role))
-            if not record.skipped:
+            if not record.skipped and not is_slow(record.durable):
                 take_turn(saver, record, number)
                 number += 1 + SAVES_PER_TURN
     return [records[factory(folder, state).name] for factory in factories]
@@ -77,7 +79,7 @@ def take_turn(saver: savers.Saver, record: Record, number: int) -> None:
         saver.close()
     except Exception as error:  # a peer that does not run here is left out and said to be
         traceback.print_exc()
-        record.skipped = savers.reason(error)
+        record.skipped = reason(error)
     record.staged_on_return = saver.staged_on_return
     give_back_memory()
 
@@ -107,19 +109,20 @@ def table(title: str, records: Sequence[Record], size_bytes: int) -> str:
     lines = [
         f"### {title}",
         "",
-        f"{size_bytes / 1e9:.2f} GB; medians of {max(len(one.call) for one in records)} saves in turns",
+        f"{size_bytes / 1e9:.2f} GB; medians of n saves in turns",
         "",
-        "| what | call s | min-max | until staged s | until durable s | min-max | CPU s | first: call / durable s |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        "| what | n | call s | min-max | staged s | until durable s | min-max | CPU s | first: call / durable s |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for one in records:
         if one.skipped:
-            lines.append(f"| {one.name} | skipped: {one.skipped} | | | | | | |")
+            lines.append(f"| {one.name} | skipped: {one.skipped} | | | | | | | |")
             continue
         first = f"{show(median(one.first_call[:1]))} / {show(median(one.first_durable[:1]))}"
         lines.append(
-            f"| {one.name} | {show(median(one.call))} | {span(one.call)} | {show(median(one.staged))} | "
-            f"{show(median(one.durable))} | {span(one.durable)} | {show(median(one.cpu), 2)} | {first} |"
+            f"| {one.name} | {len(one.call)} | {show(median(one.call))} | {span(one.call)} | "
+            f"{show(median(one.staged))} | {show(median(one.durable))} | {span(one.durable)} | "
+            f"{show(median(one.cpu), 2)} | {first} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -136,69 +139,60 @@ def large_bars(title: str, records: Sequence[Record], mode: str) -> list[Bar]:
     found = {one.name: one for one in records}
     mine = found[f"holdfast, {mode}"]
     memcpy, which = memcpy_seconds(records)
-    staged_peers = [one for one in records if one.role == "peer" and one.staged_on_return and one.call]
-    best_peer = min(staged_peers, key=lambda one: median(one.call) or 0.0, default=None)
-    raw, stock = (median(found[name].durable) for name in (savers.RAW_WRITE, savers.DCP_AS_IT_COMES))
-    dcps = [one for one in records if one.name.startswith("dcp.") and one.durable]
-    best_dcp = min(dcps, key=lambda one: median(one.durable) or 0.0, default=None)
-    call, durable = median(mine.call), median(mine.durable)
+    call, durable, raw = median(mine.call), median(mine.durable), median(found[savers.RAW_WRITE].durable)
     return [
-        at_most(f"{title}: time inside save()", call, times(memcpy, 1.2), f"1.2x {which}"),
-        under(
-            f"{title}: time inside save(), against peers that have staged",
-            call,
-            best_peer and median(best_peer.call),
-            best_peer.name if best_peer else "no peer ran",
-        ),
-        at_least(f"{title}: speed from save() to committed", ratio(raw, durable), 0.85, f"of {savers.RAW_WRITE}"),
-        at_most(f"{title}: from save() to committed", durable, times(stock, 0.55), f"0.55x {savers.DCP_AS_IT_COMES}"),
-        under(
-            f"{title}: from save() to committed, against DCP's best",
-            durable,
-            best_dcp and median(best_dcp.durable),
-            best_dcp.name if best_dcp else "dcp did not run",
-        ),
+        at_most(f"{title}: time inside save()", call, times(memcpy, 1.05), f"1.05x {which}"),
+        ahead_of_peers(f"{title}: time inside save(), against peers that have staged", mine, records, "call"),
+        at_least(f"{title}: speed from save() to committed", ratio(raw, durable), 0.9, f"of {savers.RAW_WRITE}"),
+        ahead_of_peers(f"{title}: from save() to committed", mine, records, "durable"),
     ]
 
 
+def ahead_of_peers(what: str, mine: Record, records: Sequence[Record], key: str) -> Bar:
+    """The fastest peer is the bar; for the call, of those that have a copy of the state when it returns."""
+    peers = [
+        one for one in records if one.role == "peer" and getattr(one, key) and (key != "call" or one.staged_on_return)
+    ]
+    best = min(peers, key=lambda one: median(getattr(one, key)) or 0.0, default=None)
+    if best is None:
+        return under(what, median(getattr(mine, key)), None, "no peer ran")
+    return under(what, median(getattr(mine, key)), median(getattr(best, key)), best.name)
+
+
 def small_tensor_bars(title: str, records: Sequence[Record], mode: str) -> list[Bar]:
-    found = {one.name: one for one in records}
-    mine, raw = found[f"holdfast, {mode}"], median(found[savers.RAW_WRITE].durable)
+    mine = next(one for one in records if one.name == f"holdfast, {mode}")
     return [
-        at_most(
-            f"{title}: from save() to committed",
-            median(mine.durable),
-            None if raw is None else raw + 0.25,
-            f"0.25 s over {savers.RAW_WRITE}",
-        ),
-        at_most(f"{title}: time inside save()", median(mine.call), 0.15),
+        at_most(f"{title}: time inside save()", median(mine.call), 0.060),
+        ahead_of_peers(f"{title}: from save() to committed", mine, records, "durable"),
     ]
 
 
 QUESTIONS = {"gpt": (gpt_state, large_bars), "few": (few_state, large_bars), "many": (many_state, small_tensor_bars)}
+DEFAULT_STATES = ["gpt", "many"]
+
+
+def allow_many_files() -> None:
+    """Some peers take a file handle for each tensor that they share with another process."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--states", nargs="*", default=list(QUESTIONS), choices=list(QUESTIONS))
+    parser.add_argument("--states", nargs="*", default=DEFAULT_STATES, choices=list(QUESTIONS))
     given = parser.parse_args()
-    # Some peers take a file handle for each tensor that they share with another process.
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    factories = [
-        *savers.limits(),
-        *savers.ours(given.mode, "sync"),
-        *savers.sync_peers(),
-        *savers.async_peers(),
-    ]
+    allow_many_files()
+    mine = [*savers.limits(), *savers.ours(given.mode)]
     tables, bars, numbers = "", [], {}
     # Of some states alone in a file of their own: the table of all is of one run.
-    name = "-".join(["async-save", *(given.states if given.states != list(QUESTIONS) else ())])
+    name = "-".join(["async-save", *(given.states if given.states != DEFAULT_STATES else ())])
     for key in given.states:
         make, state_bars = QUESTIONS[key]
         state = make(given.small)
         print(state.title, flush=True)
-        records = measure(factories, state, given.folder / key, given.rounds)
+        # What DCP does anew at each save takes it ten seconds and more for very many tensors.
+        peers = savers.reusing_async_peers() if key == "many" else savers.async_peers()
+        records = measure([*mine, *peers], state, given.folder / key, given.rounds)
         numbers[key] = {one.name: asdict(one) for one in records}
         tables += table(state.title, records, state.size_bytes) + "\n"
         bars += state_bars(state.title, records, given.mode)

@@ -6,15 +6,25 @@ From Holdfast's own checkpoints every byte is verified; the other formats have n
 
 from __future__ import annotations
 
-import os
 import shutil
 
 import torch
 from safetensors.torch import load_file, save_file
 
 import holdfast
-from measure import Contender, arguments, at_most, bars_table, interleave, median, table, times, write_results
-from restore import PIECE_BYTES, raw_read, warm
+import raw
+from measure import (
+    Contender,
+    arguments,
+    at_most,
+    bars_table,
+    interleave,
+    median,
+    numbers_of,
+    table,
+    times,
+    write_results,
+)
 
 
 def model_of(size_bytes: int, width: int = 2048) -> torch.nn.Module:
@@ -34,17 +44,20 @@ def main() -> None:
         manager.save(0)
     save_file(model.state_dict(), folder / "model.safetensors")
     torch.save(model.state_dict(), folder / "model.pt")
-    with (folder / "raw").open("wb") as file:
-        for _ in range(0, size, PIECE_BYTES):
-            file.write(os.urandom(PIECE_BYTES))
-    warm(folder)
-    touched = torch.zeros(size, dtype=torch.uint8)
+    raw.warm(raw.files_of(folder))
+    files = raw.files_of(folder / "run")
+    target = raw.huge_pages(sum(path.stat().st_size for path in files))
 
     def mapped(number: int) -> None:
         model.load_state_dict(torch.load(folder / "model.pt", mmap=True, weights_only=True))
 
     group = [
-        Contender("raw read, memory in use", lambda n: raw_read(folder / "raw", touched)),
+        Contender("raw read, 2 threads", lambda n: raw.read_cached(files, target, 2), role="limit"),
+        Contender(
+            "raw copy of a mapping, 2 threads",
+            lambda n: raw.copy_mapped(folder / "model.safetensors", target, 2),
+            role="limit",
+        ),
         Contender("load_weights, holdfast, verified", lambda n: holdfast.load_weights(model, folder / "run")),
         Contender("load_weights, safetensors", lambda n: holdfast.load_weights(model, folder / "model.safetensors")),
         Contender("load_weights, .pt", lambda n: holdfast.load_weights(model, folder / "model.pt")),
@@ -63,9 +76,8 @@ def main() -> None:
         "1.8 times the faster of safetensors and torch.load(mmap)",
     )
     text = "## Loading weights into a live model, files in the page cache\n\n"
-    text += table("Square layers, float32", group, size, "raw read, memory in use") + "\n" + bars_table([bar])
-    numbers = {one.name: {"seconds": one.seconds, "cpu_seconds": one.cpu_seconds} for one in group}
-    write_results("load-weights", text, {"load": numbers}, given.results)
+    text += table("Square layers, float32", group, size) + "\n" + bars_table([bar])
+    write_results("load-weights", text, {"load": numbers_of(group)}, given.results)
     shutil.rmtree(folder)
 
 

@@ -12,6 +12,7 @@ import platform
 import resource
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,14 @@ import torch
 RESULTS = Path(__file__).parent / "results"
 
 
+# A contender that takes longer than this has said enough with two or three: the others need the time.
+SLOW_SECONDS = 2.5
+
+
+def is_slow(seconds: Sequence[float]) -> bool:
+    return len(seconds) >= 2 and statistics.median(seconds) > SLOW_SECONDS
+
+
 @dataclass
 class Contender:
     """One way to do it. `prepare` is not timed; `act` is, from a state in which nothing is dirty."""
@@ -29,53 +38,77 @@ class Contender:
     name: str
     act: Callable[[int], object]
     prepare: Callable[[int], object] = lambda round_number: None
+    role: str = "peer"
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
+    skipped: str = ""
+
+    def take(self, number: int) -> None:
+        """Do it once. The first time of all does not count."""
+        self.prepare(number)
+        os.sync()
+        cpu, start = _cpu(), time.perf_counter()
+        self.act(number)
+        seconds = time.perf_counter() - start
+        if number:
+            self.seconds.append(seconds)
+            self.cpu_seconds.append(_cpu() - cpu)
+        print(f"  round {number} {self.name}: {seconds:.3f} s", flush=True)
 
 
-def interleave(contenders: list[Contender], rounds: int) -> None:
+def interleave(contenders: Sequence[Contender], rounds: int) -> None:
     """One warm-up round that does not count, then `rounds` that do, each time in another order."""
     for number in range(rounds + 1):
         shift = number % len(contenders)
-        for contender in contenders[shift:] + contenders[:shift]:
-            contender.prepare(number)
-            os.sync()
-            cpu = _cpu()
-            start = time.perf_counter()
-            contender.act(number)
-            seconds = time.perf_counter() - start
-            if number:
-                contender.seconds.append(seconds)
-                contender.cpu_seconds.append(_cpu() - cpu)
-            print(f"  round {number} {contender.name}: {seconds:.3f} s", flush=True)
+        for contender in [*contenders[shift:], *contenders[:shift]]:
+            if contender.skipped or is_slow(contender.seconds):
+                continue
+            try:
+                contender.take(number)
+            except Exception as error:  # a peer that does not run here is left out and said to be
+                traceback.print_exc()
+                contender.skipped = reason(error)
 
 
-def table(title: str, contenders: list[Contender], size_bytes: int, baseline: str) -> str:
-    """The medians, and each one's speed as a part of the baseline's."""
-    base = statistics.median(next(one.seconds for one in contenders if one.name == baseline))
+def table(title: str, contenders: Sequence[Contender], size_bytes: int) -> str:
+    """The medians, and each one's speed as a part of the fastest limit's."""
+    base = fastest([one for one in contenders if one.role == "limit"])
     lines = [
         f"### {title}",
         "",
-        f"{size_bytes / 1e9:.2f} GB, {len(contenders[0].seconds)} rounds, interleaved",
+        f"{size_bytes / 1e9:.2f} GB, {max(len(one.seconds) for one in contenders)} rounds, interleaved",
         "",
-        f"| what | median s | min-max s | CPU s | GB/s | speed, {baseline} = 1 |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| what | n | median s | min-max s | CPU s | GB/s | speed, fastest raw = 1 |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for one in contenders:
-        median = statistics.median(one.seconds)
+        seconds = median(one.seconds)
+        if one.skipped or seconds is None:
+            lines.append(f"| {one.name} | skipped: {one.skipped} | | | | | |")
+            continue
         lines.append(
-            f"| {one.name} | {median:.3f} | {min(one.seconds):.3f}-{max(one.seconds):.3f} | "
-            f"{statistics.median(one.cpu_seconds):.2f} | {size_bytes / median / 1e9:.2f} | {base / median:.2f} |"
+            f"| {one.name} | {len(one.seconds)} | {show(seconds)} | {span(one.seconds)} | "
+            f"{show(median(one.cpu_seconds), 2)} | {size_bytes / seconds / 1e9:.2f} | {show(ratio(base, seconds), 2)} |"
         )
     return "\n".join(lines) + "\n"
 
 
-def store(name: str, text: str, contenders: dict[str, list[Contender]]) -> None:
-    numbers = {
-        title: {one.name: {"seconds": one.seconds, "cpu_seconds": one.cpu_seconds} for one in group}
-        for title, group in contenders.items()
+def fastest(contenders: Sequence[Contender]) -> Number:
+    return min((statistics.median(one.seconds) for one in contenders if one.seconds), default=None)
+
+
+def numbers_of(contenders: Sequence[Contender]) -> dict[str, Any]:
+    """What the picture needs of a table."""
+    return {
+        one.name: {"role": one.role, "seconds": one.seconds, "cpu_seconds": one.cpu_seconds, "skipped": one.skipped}
+        for one in contenders
     }
-    write_results(name, text, numbers, RESULTS)
+
+
+def reason(error: Exception) -> str:
+    """Why a contender was left out, in the few words that a table has room for."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1] if lines else ''}"[:160]
 
 
 def write_results(name: str, text: str, numbers: Any, folder: Path) -> None:
@@ -90,7 +123,7 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
     """What every question takes; `run.py` passes it on."""
     parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("folder", type=Path, help="scratch folder on the disk to measure; it is emptied")
-    parser.add_argument("rounds", type=int, nargs="?", default=7)
+    parser.add_argument("rounds", type=int, nargs="?", default=5)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the table and its numbers")
     parser.add_argument("--small", action="store_true", help="small states: shows that the script works, nothing else")
     parser.add_argument("--mode", default="async", help="the mode of Holdfast that the bars are about")

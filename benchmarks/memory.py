@@ -1,27 +1,31 @@
-"""How much memory does an asynchronous save take besides the state?
+"""How much memory does an asynchronous save take besides the state, and how much a restore?
 
 Each contender runs in a process of its own. From outside, the proportional set size of that process and of all it
-started is summed while it saves three times; memory that they share is counted once. What counts is the most that was
-seen, less what was there before the contender was set up.
+started is summed while it saves three times, or loads twice into live tensors; memory that they share is counted once.
+What counts is the most that was seen, less what was there before the contender was set up. Shared memory, which is
+where a trainer hands its state to a writer, is also counted by itself.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import restore
 import savers
-from measure import arguments, at_most, bars_table, write_results
-from processes import family, give_back_memory, marked_environment, memory_bytes
-from states import gpt_state
+from measure import Bar, Number, arguments, at_most, bars_table, reason, write_results
+from processes import family, give_back_memory, marked_environment, memory_bytes, shared_memory_bytes
+from states import State, gpt_state
 
 SAVES = 3
+LOADS = 2
 SAMPLE_SECONDS = 0.02
 
 
@@ -32,18 +36,21 @@ class Growth:
     name: str
     state_bytes: int = 0
     peak_bytes: int = 0
+    shared_bytes: int = 0
     kept_bytes: int = 0
     samples: int = 0
     skipped: str = ""
 
+    def share(self, amount: int) -> Number:
+        return amount / self.state_bytes if self.state_bytes and not self.skipped else None
 
-def watch(index: int, name: str, folder: Path, mode: str, small: bool) -> Growth:
-    """Start the contender in a process of its own and look at it until it has saved."""
-    command = [sys.executable, __file__, str(folder), "1", "--one", str(index), "--mode", mode]
+
+def watch(name: str, command: Sequence[str]) -> Growth:
+    """Start the contender in a process of its own and look at it until it is done."""
     growth = Growth(name)
     mark, environment = marked_environment()
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command + ["--small"] * small, env=environment, **pipes) as process:
+    with subprocess.Popen([sys.executable, __file__, *command], env=environment, **pipes) as process:
         sampler = Sampler(process.pid, mark)
         for line in process.stdout:
             note = json.loads(line)
@@ -51,13 +58,14 @@ def watch(index: int, name: str, folder: Path, mode: str, small: bool) -> Growth
                 growth.state_bytes = note["state_bytes"]
                 sampler.start()
                 print("go", file=process.stdin, flush=True)
-            elif note["event"] == "saved":
+            elif note["event"] == "done":
                 growth.kept_bytes = sampler.stop()
                 print("end", file=process.stdin, flush=True)
             elif note["event"] == "skipped":
                 growth.skipped = note["reason"]
         sampler.stop()
-    growth.peak_bytes, growth.samples = sampler.peak, sampler.samples
+    growth.peak_bytes, growth.shared_bytes, growth.samples = sampler.peak, sampler.shared, sampler.samples
+    print(f"  {growth}", flush=True)
     return growth
 
 
@@ -68,14 +76,17 @@ class Sampler:
     pid: int
     mark: str
     base: int = 0
+    shared_base: int = 0
     peak: int = 0
+    shared: int = 0
     last: int = 0
     samples: int = 0
     ended: threading.Event = field(default_factory=threading.Event)
     thread: threading.Thread | None = None
 
     def start(self) -> None:
-        self.base = memory_bytes(family(self.pid, self.mark))
+        pids = family(self.pid, self.mark)
+        self.base, self.shared_base = memory_bytes(pids), shared_memory_bytes(pids)
         self.thread = threading.Thread(target=self._sample, daemon=True)
         self.thread.start()
 
@@ -87,70 +98,124 @@ class Sampler:
 
     def _sample(self) -> None:
         while not self.ended.is_set():
-            self.last = memory_bytes(family(self.pid, self.mark)) - self.base
+            pids = family(self.pid, self.mark)
+            self.last = memory_bytes(pids) - self.base
             self.peak = max(self.peak, self.last)
+            self.shared = max(self.shared, shared_memory_bytes(pids) - self.shared_base)
             self.samples += 1
             time.sleep(SAMPLE_SECONDS)
 
 
-def be_watched(factory: savers.Factory, folder: Path, small: bool) -> None:
-    """The contender's own process: make the state, wait to be looked at, save."""
-    state = gpt_state(small)
-    saver = factory(folder, state)
+# In the process of a contender
+
+
+def be_watched(state: State, act: Callable[[], object], close: Callable[[], object]) -> None:
+    """Wait to be looked at, and do it."""
     give_back_memory()
     say(event="ready", state_bytes=state.size_bytes)
     sys.stdin.readline()
     try:
+        act()
+    except Exception as error:  # a peer that does not run here is left out and said to be
+        say(event="skipped", reason=reason(error))
+        return
+    say(event="done")
+    sys.stdin.readline()
+    close()
+
+
+def save_watched(factory: savers.Factory, folder: Path, small: bool) -> None:
+    state = gpt_state(small)
+    saver = factory(folder, state)
+
+    def act() -> None:
         saver.open()
         for number in range(SAVES):
             saver.clear()
             pending = saver.save(number)
             savers.wait_until_staged(pending)
             pending.finish()
-    except Exception as error:  # a peer that does not run here is left out and said to be
-        say(event="skipped", reason=savers.reason(error))
-        return
-    say(event="saved")
-    sys.stdin.readline()
-    saver.close()
+
+    be_watched(state, act, saver.close)
+
+
+def load_watched(name: str, folder: Path, small: bool) -> None:
+    """Load twice; the files are made by the first process that needs them."""
+    state = gpt_state(small)
+    files = restore.Files.of(state, folder, reuse=True)
+
+    def act() -> None:
+        load = LOADERS[name](files, state)
+        for number in range(LOADS):
+            load(number)
+
+    be_watched(state, act, lambda: None)
+
+
+LOADERS: dict[str, Callable[[restore.Files, State], Callable[[int], object]]] = {
+    restore.MINE: lambda files, state: restore.mine(files, state, "full"),
+    "torch.load + copy": restore.with_torch,
+    restore.SAFETENSORS: restore.with_safetensors,
+    "dcp.load, all live": restore.with_dcp,
+    "fastsafetensors + copy": restore.with_fastsafetensors,
+    "runai-model-streamer + copy": restore.with_runai,
+}
 
 
 def say(**note: object) -> None:
     print(json.dumps(note), flush=True)
 
 
+# In the process that looks
+
+
 def table(growths: Sequence[Growth]) -> str:
     lines = [
-        "| what | most, parts of the state | GB | kept between saves, GB | samples |",
-        "|---|---:|---:|---:|---:|",
+        "| what | most, parts of the state | GB | of it shared memory, parts | kept at the end, GB | samples |",
+        "|---|---:|---:|---:|---:|---:|",
     ]
     for one in growths:
         if one.skipped:
-            lines.append(f"| {one.name} | skipped: {one.skipped} | | | |")
+            lines.append(f"| {one.name} | skipped: {one.skipped} | | | | |")
             continue
         share, peak, kept = one.peak_bytes / one.state_bytes, one.peak_bytes / 1e9, one.kept_bytes / 1e9
-        lines.append(f"| {one.name} | {share:.2f} | {peak:.2f} | {kept:.2f} | {one.samples} |")
+        shared = one.shared_bytes / one.state_bytes
+        lines.append(f"| {one.name} | {share:.2f} | {peak:.2f} | {shared:.3f} | {kept:.2f} | {one.samples} |")
     return "\n".join(lines) + "\n"
+
+
+def bars(saving: Growth, loading: Growth) -> list[Bar]:
+    return [
+        at_most("arena of an asynchronous save", saving.share(saving.shared_bytes), 1.01, "of the rank's state", "x"),
+        at_most("all extra memory during it", saving.share(saving.peak_bytes), 1.1, "of the rank's state", "x"),
+        at_most("extra memory during a restore", loading.share(loading.peak_bytes), 1.1, "of the rank's state", "x"),
+    ]
 
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--one", type=int, help="be the contender of this number, watched by another process")
+    parser.add_argument("--one", type=int, help="be the saver of this number, watched by another process")
+    parser.add_argument("--load", default="", help="be the loader of this name, watched by another process")
     given = parser.parse_args()
-    factories = [*savers.ours(given.mode), *savers.async_peers()]
+    factories = [*savers.ours(given.mode), *savers.reusing_async_peers()]
     if given.one is not None:
-        be_watched(factories[given.one], given.folder, given.small)
+        save_watched(factories[given.one], given.folder, given.small)
         return
-    growths = []
-    empty = savers.State("", {}, {})
-    for index, factory in enumerate(factories):
-        growths.append(watch(index, factory(given.folder, empty).name, given.folder, given.mode, given.small))
-        print(f"  {growths[-1]}", flush=True)
-    mine = growths[0]
-    share = mine.peak_bytes / mine.state_bytes if mine.state_bytes and not mine.skipped else None
-    bar = at_most("extra memory during an asynchronous save", share, 1.1, "of the rank's state", unit="x")
-    text = f"## Memory on top of the state during {SAVES} saves\n\n{bars_table([bar])}\n{table(growths)}"
-    write_results("memory", text, {one.name: asdict(one) for one in growths}, given.results)
+    if given.load:
+        load_watched(given.load, given.folder, given.small)
+        return
+    command = [str(given.folder), "1", "--mode", given.mode, *["--small"] * given.small]
+    empty = State("", {}, {})
+    names = [factory(given.folder, empty).name for factory in factories]
+    saving = [watch(name, [*command, "--one", str(index)]) for index, name in enumerate(names)]
+    loading = [watch(name, [*command, "--load", name]) for name in LOADERS]
+    text = (
+        f"## Memory on top of the state\n\n{bars_table(bars(saving[0], loading[0]))}\n"
+        f"### During {SAVES} saves\n\n{table(saving)}\n### During {LOADS} loads into live tensors\n\n{table(loading)}"
+    )
+    numbers = {"saves": [asdict(one) for one in saving], "loads": [asdict(one) for one in loading]}
+    write_results("memory", text, numbers, given.results)
+    shutil.rmtree(given.folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,12 @@ def family(pid: int, mark: str = "") -> list[int]:
 
 def memory_bytes(pids: Iterable[int]) -> int:
     """Proportional set size of all together: memory that they share is counted once."""
-    return sum(_pss(pid) for pid in pids)
+    return sum(_from_rollup(pid, b"Pss:") for pid in pids)
+
+
+def shared_memory_bytes(pids: Iterable[int]) -> int:
+    """What of it is shared memory, such as the buffers that a trainer shares with its writer."""
+    return sum(_from_rollup(pid, b"Pss_Shmem:") for pid in pids)
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
@@ -60,9 +65,9 @@ def _cpu_ticks(pid: int) -> int:
     return int(fields[11]) + int(fields[12]) if fields else 0
 
 
-def _pss(pid: int) -> int:
+def _from_rollup(pid: int, field: bytes) -> int:
     for line in _read(Path(f"/proc/{pid}/smaps_rollup")).splitlines():
-        if line.startswith(b"Pss:"):
+        if line.startswith(field):
             return int(line.split()[1]) * 1024
     return 0
 

@@ -6,7 +6,6 @@ until the result is durable: peers that do not sync their files and folders get 
 
 from __future__ import annotations
 
-import mmap
 import os
 import shutil
 import time
@@ -26,9 +25,8 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultSta
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import holdfast
+import raw
 from states import State
-
-PIECE_BYTES = 8 << 20
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
@@ -137,24 +135,16 @@ class CopyFlat(CopyEach):
 
 
 class RawWrite(Saver):
-    """The same number of bytes, from aligned memory, past the page cache, made durable: what the disk can do."""
+    """The same number of bytes past the page cache, made durable: what the disk can do. See `raw` for how."""
 
     role = "limit"
 
     def open(self) -> None:
         super().open()
-        self.memory = mmap.mmap(-1, PIECE_BYTES)
-        self.memory.write(os.urandom(PIECE_BYTES))
+        self.source = raw.random_piece()
 
     def save(self, number: int) -> Pending:
-        view = memoryview(self.memory)
-        handle = os.open(self.path(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT)
-        left = -(-self.state.size_bytes // 4096) * 4096
-        while left:
-            left -= os.write(handle, view[: min(left, PIECE_BYTES)])
-        os.fsync(handle)
-        os.close(handle)
-        sync(self.folder)
+        raw.write(self.path(number), self.state.size_bytes, self.source)
         return Pending(lambda: None)
 
 
@@ -348,11 +338,41 @@ class TorchSnapshot(Saver):
         return Pending(pending.wait, pending.done, self.path(number))
 
 
+class TorchSnapshotTake(TorchSnapshot):
+    warms_up = False
+
+    def save(self, number: int) -> Pending:
+        self.library.Snapshot.take(str(self.path(number)), {"state": self.library.StateDict(**self.state.tensors)})
+        sync_tree(self.path(number))
+        return Pending(lambda: None)
+
+
+class Orbax(Saver):
+    """JAX arrays over the same memory: nothing is copied for it, and it saves what the others save."""
+
+    def open(self) -> None:
+        super().open()
+        import jax
+        import orbax.checkpoint
+
+        self.tree = {name: jax.dlpack.from_dlpack(tensor) for name, tensor in self.state.tensors.items()}
+        self.checkpointer = orbax.checkpoint.StandardCheckpointer()
+
+    def save(self, number: int) -> Pending:
+        self.checkpointer.save(self.path(number).absolute(), self.tree)
+        return Pending(self.checkpointer.wait_until_finished, path=self.path(number))
+
+    def close(self) -> None:
+        self.checkpointer.close()
+        self.tree = {}
+        super().close()
+
+
 # Who takes part
 
 COPY_EACH, COPY_FLAT = "memcpy, tensor by tensor", "memcpy, one flat copy"
 RAW_WRITE = "raw O_DIRECT + fsync"
-DCP_AS_IT_COMES = "dcp.save, as it comes"
+DCP_AS_IT_COMES, DCP_THREADS = "dcp.save, as it comes", "dcp.save, 2 threads"
 
 
 def limits() -> list[Factory]:
@@ -368,7 +388,8 @@ def sync_peers() -> list[Factory]:
         named(TorchSave, "torch.save + fsync"),
         named(Safetensors, "safetensors + fsync"),
         named(DcpSave, DCP_AS_IT_COMES, threads=1),
-        named(DcpSave, "dcp.save, 2 threads", threads=2),
+        named(DcpSave, DCP_THREADS, threads=2),
+        named(TorchSnapshotTake, "torchsnapshot.take"),
     ]
 
 
@@ -387,7 +408,15 @@ def async_peers() -> list[Factory]:
         named(TorchCheckpointing, "torch-checkpointing, staged behind the call", async_staging=True),
         named(TorchCheckpointing, "torch-checkpointing, staged in the call", async_staging=False),
         named(TorchSnapshot, "torchsnapshot.async_take"),
+        named(Orbax, "Orbax, JAX arrays"),
     ]
+
+
+def reusing_async_peers() -> list[Factory]:
+    """Those that keep their buffers and processes between saves, where there is a choice; without JAX."""
+    empty = State("", {}, {})
+    names = {make: make(Path(), empty).name for make in async_peers()}
+    return [make for make, name in names.items() if "as it comes" not in name and "JAX" not in name]
 
 
 def gpu_peers() -> list[Factory]:
@@ -429,12 +458,6 @@ def cached_pinned_stager() -> BlockingAsyncStager:
 
 def everything_stager() -> KeptStager:
     return KeptStager(StagingOptions(True, True, True, True))
-
-
-def reason(error: Exception) -> str:
-    """Why a contender was left out, in the few words that a table has room for."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[-1] if lines else ''}"[:160]
 
 
 def sync(path: Path) -> None:

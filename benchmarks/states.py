@@ -107,6 +107,15 @@ def many_state(small: bool) -> State:
     return State.of("20,000 tensors of 4 KiB", {"many": Many(500 if small else 20_000)})
 
 
+def tiny_state(small: bool = False) -> State:
+    """A model of 25 small layers and its AdamW: 200 tensors in 0.3 MB."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(25)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    fill(model, optimizer)
+    return State.of("A tiny model with AdamW, 200 tensors", {"model": model, "optimizer": optimizer})
+
+
 def few_state(small: bool) -> State:
     size_bytes = (8 if small else 512) * 1_000_000
     return State.of("4 tensors of 512 MB", {"few": Many(4, size_bytes // 4)})

@@ -1,111 +1,74 @@
-"""How long does a durable save take? Holdfast in sync mode, its peers, and the bare disk, in the same run."""
+"""How long does a durable save take? Holdfast in sync mode, its peers, and the bare disk, in the same run.
+
+Contenders take turns as in async_save.py, where those are that save behind the call only.
+"""
 
 from __future__ import annotations
 
-import mmap
-import os
 import shutil
-import sys
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict
 
-import torch
-import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
+import savers
+from async_save import Record, ahead_of_peers, allow_many_files, measure
+from measure import Bar, arguments, at_least, bars_table, median, ratio, show, span, write_results
+from processes import give_back_memory
+from states import gpt_state, many_state
 
-import holdfast
-from measure import Contender, interleave, store, table
-from states import Many, flat, gpt, size_of
-
-PIECE_BYTES = 8 << 20
+MINE = "holdfast, sync"
+STATES = {"gpt": gpt_state, "many": many_state}
 
 
-def durable(path: Path) -> None:
-    for target in (path, path.parent):
-        handle = os.open(target, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
+def table(title: str, records: Sequence[Record], size_bytes: int) -> str:
+    raw = median(next(one.durable for one in records if one.name == savers.RAW_WRITE))
+    lines = [
+        f"### {title}",
+        "",
+        f"{size_bytes / 1e9:.2f} GB; medians of n saves in turns",
+        "",
+        f"| what | n | until durable s | min-max | CPU s | GB/s | speed, {savers.RAW_WRITE} = 1 |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for one in records:
+        seconds = median(one.durable)
+        if one.skipped or seconds is None:
+            lines.append(f"| {one.name} | skipped: {one.skipped} | | | | | |")
+            continue
+        lines.append(
+            f"| {one.name} | {len(one.durable)} | {show(seconds)} | {span(one.durable)} | {show(median(one.cpu), 2)} | "
+            f"{size_bytes / seconds / 1e9:.2f} | {show(ratio(raw, seconds), 2)} |"
+        )
+    return "\n".join(lines) + "\n"
 
 
-def raw_write(path: Path, size_bytes: int, memory: mmap.mmap) -> None:
-    """The same number of bytes, from aligned memory, past the page cache, made durable: what the disk can do."""
-    view = memoryview(memory)
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT)
-    left = -(-size_bytes // 4096) * 4096
-    while left:
-        left -= os.write(handle, view[: min(left, PIECE_BYTES)])
-    os.fsync(handle)
-    os.close(handle)
-    durable(path)
+def bars(key: str, title: str, records: Sequence[Record]) -> list[Bar]:
+    found = {one.name: one for one in records}
+    mine, raw = found[MINE], median(found[savers.RAW_WRITE].durable)
+    ahead = ahead_of_peers(f"{title}: durable", mine, records, "durable")
+    if key != "gpt":
+        return [ahead]
+    speed = ratio(raw, median(mine.durable))
+    return [at_least(f"{title}: speed", speed, 0.9, f"of {savers.RAW_WRITE}"), ahead]
 
 
-def contenders(folder: Path, components: Mapping[str, Any]) -> tuple[list[Contender], int]:
-    tensors = flat(components)
-    size = size_of(tensors)
-    memory = mmap.mmap(-1, PIECE_BYTES)
-    memory.write(os.urandom(PIECE_BYTES))
-    manager = holdfast.CheckpointManager(folder / "holdfast", components, mode="sync")
-
-    def place(name: str, number: int) -> Path:
-        return folder / f"{name}-{number}"
-
-    def clear(name: str) -> Any:
-        def act(number: int) -> None:
-            for old in folder.glob(f"{name}-*"):
-                shutil.rmtree(old) if old.is_dir() else old.unlink()
-
-        return act
-
-    def forget_older(number: int) -> None:
-        for old in (folder / "holdfast").glob("step-*"):
-            shutil.rmtree(old)
-
-    def torch_save(number: int) -> None:
-        with place("torch", number).open("wb") as file:
-            torch.save(tensors, file)
-            file.flush()
-            os.fsync(file.fileno())
-        durable(place("torch", number))
-
-    def safetensors_save(number: int) -> None:
-        save_file(tensors, place("safetensors", number))
-        durable(place("safetensors", number))
-
-    def dcp_save(threads: int) -> Any:
-        def act(number: int) -> None:
-            writer = dcp.FileSystemWriter(place(f"dcp{threads}", number), thread_count=threads)
-            dcp.save(dict(tensors), storage_writer=writer, no_dist=True)
-
-        return act
-
-    return [
-        Contender("raw O_DIRECT + fsync", lambda number: raw_write(place("raw", number), size, memory), clear("raw")),
-        Contender("holdfast, sync", lambda number: manager.save(number), forget_older),
-        Contender("torch.save + fsync", torch_save, clear("torch")),
-        Contender("safetensors + fsync", safetensors_save, clear("safetensors")),
-        Contender("dcp.save, as it comes", dcp_save(1), clear("dcp1")),
-        Contender("dcp.save, 2 threads", dcp_save(2), clear("dcp2")),
-    ], size
-
-
-def main(folder: Path, rounds: int) -> None:
-    model, optimizer = gpt()
-    states = {
-        "A GPT of 124M parameters with AdamW": {"model": model, "optimizer": optimizer},
-        "20,000 tensors of 4 KiB": {"many": Many()},
-    }
-    groups, text = {}, "## Synchronous save, until it is durable\n\n"
-    for title, components in states.items():
-        print(title, flush=True)
-        group, size = contenders(folder / title.split()[0].lower(), components)
-        (folder / title.split()[0].lower()).mkdir(parents=True, exist_ok=True)
-        interleave(group, rounds)
-        groups[title] = group
-        text += table(title, group, size, "raw O_DIRECT + fsync") + "\n"
-        shutil.rmtree(folder / title.split()[0].lower())
-    store("sync-save", text, groups)
+def main() -> None:
+    given = arguments(__doc__).parse_args()
+    allow_many_files()
+    factories = [savers.named(savers.RawWrite, savers.RAW_WRITE), *savers.ours("sync"), *savers.sync_peers()]
+    tables, found_bars, numbers = "", [], {}
+    for key, make in STATES.items():
+        state = make(given.small)
+        print(state.title, flush=True)
+        records = measure(factories, state, given.folder / key, given.rounds)
+        numbers[key] = {one.name: asdict(one) for one in records}
+        tables += table(state.title, records, state.size_bytes) + "\n"
+        found_bars += bars(key, state.title, records)
+        del state
+        give_back_memory()
+        shutil.rmtree(given.folder / key, ignore_errors=True)
+    text = f"## Synchronous save, until it is durable\n\n{bars_table(found_bars)}\n{tables}"
+    write_results("sync-save", text, numbers, given.results)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main()
