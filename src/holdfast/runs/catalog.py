@@ -269,11 +269,12 @@ class Catalog:
         self.annotations.remove_about(folder)
         self.attempts.remove_record(folder)
 
-    def is_gone(self, folder: str, scan: Scan) -> bool:
-        """Return whether a folder holds no checkpoint and never will: it is not there, or was closed. Any other may be
-        an attempt in progress, or a checkpoint that cannot be read now; a link may lead to one that was moved."""
+    def is_gone(self, folder: str, closed: Container[str]) -> bool:
+        """Return whether a folder holds no checkpoint and never will: it is not there, or it is a closed attempt. Any
+        other may be an attempt in progress, or a checkpoint that cannot be read now; a link may lead to one that was
+        moved."""
         try:
-            return folder in scan.closed or not self.storage.entries(folder)
+            return folder in closed or not self.storage.entries(folder)
         except KeyDamagedError:
             return False
 

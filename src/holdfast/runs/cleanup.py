@@ -75,7 +75,7 @@ class Housekeeper:
         self._cleared = False
         self._waiting = threading.Event()
         self._durable: set[str] = set()
-        # What the last cleanup decided, and what was added and not synced since.
+        # What the last cleanup decided, and what of it has to be synced before anything is removed.
         self._standing: Standing | None = None
         self._unsynced: list[Checkpoint] = []
         self._suspected: dict[Checkpoint, str] = {}
@@ -160,8 +160,10 @@ class Housekeeper:
                 # The links first: none of them may lead to what is about to be removed.
                 self._links.update(kept)
             going = [found for found in reversed(scan.checkpoints) if found.folder in gone]
+            # Also what nothing takes the place of now: the next cleanup may remove, and looks only at what is new.
+            self._unsynced = kept
             if going:
-                self._make_durable(kept)
+                self._make_durable()
             standing = None
             if self._keep is not None:
                 standing = Standing(self._keep, scan, records, notes, gone=gone)
@@ -169,7 +171,7 @@ class Housekeeper:
             if not are_unchanged(decisive, self._catalog):
                 look = self._catalog.scan
             elif all(self._remove(checkpoint, notes) for checkpoint in going):
-                self._links.remove_dangling(scan, self._doomed.keys())
+                self._links.remove_dangling(scan.closed, self._doomed.keys())
                 self._keep_standing(standing, going)
                 return plan
 
@@ -190,12 +192,14 @@ class Housekeeper:
         if self._updates_links and not self._links.add(added, going):
             return False
         if going:
-            self._make_durable(self._unsynced)
-            self._unsynced = []
+            self._make_durable()
         if not are_unchanged(standing.decisive(going), self._catalog):
             return False
         if not all(self._remove(checkpoint, notes) for checkpoint in going):
             return False
+        if going:
+            # No attempt is closed now: after one that is, the whole run is looked at.
+            self._links.remove_dangling((), self._doomed.keys())
         self._keep_standing(standing, going)
         return True
 
@@ -203,13 +207,14 @@ class Housekeeper:
         """Keep what was decided for the next cleanup, unless what was removed changes it."""
         self._standing = standing if standing is not None and standing.outlasts(removed) else None
 
-    def _make_durable(self, kept: Sequence[Checkpoint]) -> None:
+    def _make_durable(self) -> None:
         """Sync what stays before anything is removed: a process that committed it may have been killed between the
         manifest and its sync."""
-        for checkpoint in kept:
+        for checkpoint in self._unsynced:
             if checkpoint.digest not in self._durable:
                 self._catalog.storage.sync(checkpoint.folder)
                 self._durable.add(checkpoint.digest)
+        self._unsynced = []
 
     def annotate(self, checkpoint: Checkpoint, **content: Any) -> None:
         """Write a note on a checkpoint, but not while one is being removed; a CheckpointNotFoundError when it was."""
@@ -468,6 +473,6 @@ def _remove_lost_notes(catalog: Catalog, names: Sequence[str], scan: Scan) -> No
         if parsed.folder in standing:
             lost = catalog.annotations.is_on_another(name, standing[parsed.folder])
         else:
-            lost = catalog.is_gone(parsed.folder, scan)
+            lost = catalog.is_gone(parsed.folder, scan.closed)
         if lost:
             catalog.annotations.remove(name)

@@ -203,7 +203,7 @@ def _notes(catalog: Catalog, scan: Scan) -> Iterator[Finding]:
             remedy = f"delete it if {parsed.folder} needs no tag: retention keeps that checkpoint until then"
             yield Finding("note", path, error.problem, remedy, damage=True)
         else:
-            if catalog.is_gone(parsed.folder, scan):
+            if catalog.is_gone(parsed.folder, scan.closed):
                 yield Finding("orphan", path, f"{parsed.folder} is gone", "is removed", mendable=True)
 
 
@@ -225,7 +225,7 @@ def _links(catalog: Catalog, scan: Scan) -> Iterator[Finding]:
     for name, target in links.targets().items() if links is not None else ():
         if paths.parse_folder(name) is not None:
             continue  # it is found with the checkpoints
-        if paths.parse_folder(target) is not None and catalog.is_gone(target, scan):
+        if paths.parse_folder(target) is not None and catalog.is_gone(target, scan.closed):
             yield Finding("link", name, f"points to {target}, which is gone", "is removed", mendable=True)
 
 

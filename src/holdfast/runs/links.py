@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from holdfast.errors import HoldfastError, KeyMissingError, StorageError, UsageError
 from holdfast.ondisk import paths
 from holdfast.ondisk.manifest import Ranking
 from holdfast.runs.catalog import Catalog
-from holdfast.runs.checkpoint import Checkpoint, Scan, numbers_of
+from holdfast.runs.checkpoint import Checkpoint, numbers_of
 from holdfast.runs.link_names import LinkTemplate
 from holdfast.runs.selection import best_of
 from holdfast.storage.base import Storage, features_of
@@ -81,9 +81,10 @@ class Links:
         self._bests = bests
         return True
 
-    def remove_dangling(self, scan: Scan, removed: Set[str]) -> None:
-        """Remove links to folders that hold no checkpoint any more, whatever template named them. `removed`: such
-        folders, besides those that the scan shows. Not before these are gone: until then a link may be a user's."""
+    def remove_dangling(self, closed: Container[str], removed: Container[str]) -> None:
+        """Remove links to folders that hold no checkpoint any more, whatever template named them. `closed`: the folders
+        of closed attempts; `removed`: those of checkpoints without a manifest, whose bytes may still be there. Not
+        before these are gone: until then a link may be a user's."""
         links = features_of(self._catalog.storage).links
         if links is None:
             return
@@ -93,7 +94,7 @@ class Links:
                     continue  # a person put it in the place of a checkpoint
                 if paths.parse_folder(target) is None:
                     continue
-                if target in removed or self._catalog.is_gone(target, scan):
+                if target in removed or self._catalog.is_gone(target, closed):
                     links.remove(name)
         except StorageError as error:
             logger.warning("links that lead nowhere could not be removed: %s", error)

@@ -198,6 +198,20 @@ def test_a_link_to_a_checkpoint_goes_with_it_whoever_made_it(run: Run, links: An
     assert {"old", "never", "mine"} & set(run.links) == {"mine"}
 
 
+def test_a_link_goes_with_a_checkpoint_that_a_later_cleanup_removes(run: Run, tmp_path: Path) -> None:
+    run.keep(KeepLast(2))
+    run.save(1)
+    run.keeper.clean_up()
+    os.symlink(folder(1), tmp_path / "run" / "mine")
+    os.symlink(folder(2), tmp_path / "run" / "yours")
+    for step in (2, 3):
+        run.save(step)
+        run.keeper.clean_up_in_background()
+        run.keeper.wait()
+    assert run.steps == [3, 2]
+    assert {"mine", "yours"} & set(run.links) == {"yours"}
+
+
 class Watched(LocalStorage):
     """A folder of which something is known when what stays is made durable: a plan is made, nothing is removed yet."""
 

@@ -362,3 +362,36 @@ def test_a_step_that_was_saved_again_does_not_have_the_whole_run_looked_at_each_
     run.save(104)
     clean_up(run)
     assert storage.listings == 2
+
+
+class Recording(_Wrapper):
+    """Notes which folders are synced and which manifests are deleted, in order."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.calls: list[tuple[str, str]] = []
+
+    def sync(self, folder: str) -> None:
+        self.calls.append(("sync", folder))
+        super().sync(folder)
+
+    def delete(self, key: str) -> None:
+        if key.endswith(paths.MANIFEST):
+            self.calls.append(("delete", key))
+        super().delete(key)
+
+
+def test_all_that_stay_are_synced_before_the_first_removal_also_if_no_cleanup_removed_before() -> None:
+    storage = Recording(MemoryStorage())
+    run = Run(storage)
+    for step in range(1, 5):
+        run.save(step)
+    # A process that goes on with the run: it does not know whether those before it synced what they committed.
+    run.keep(KeepLast(4))
+    storage.calls.clear()
+    clean_up(run)
+    run.save(5)
+    clean_up(run)
+    assert run.steps == [5, 4, 3, 2]
+    removal = storage.calls.index(("delete", paths.key(folder(1), paths.MANIFEST)))
+    assert {name for call, name in storage.calls[:removal] if call == "sync"} >= {folder(step) for step in range(2, 6)}
