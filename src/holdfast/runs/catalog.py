@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Container, Mapping, Set
+from collections.abc import Callable, Container, Iterable, Mapping, Set
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -56,6 +56,8 @@ __all__ = ["Catalog", "settled"]
 
 # How often a run is scanned again whose folders change meanwhile.
 _MAX_RESCANS = 10
+# How many checkpoints that are gone are remembered at least, so that not every commit goes through all of them.
+_FORGOTTEN_LATER = 1000
 
 _Head = TypeVar("_Head", bound=Body)
 
@@ -72,9 +74,10 @@ class Catalog:
         self._ranking = ranking
         self.attempts = Attempts(self.storage)
         self.annotations = Annotations(self.storage)
-        # By folder, each with the digest of its manifest's bytes: these are read each time, because they alone are the
-        # truth, but a manifest is decoded only once; without its tensors, which would take most of the memory. Several
-        # threads may use one catalog: this is only ever iterated over as a copy.
+        # By folder, each with the digest of its manifest's bytes: these are read each time, except by `recollect`,
+        # because they alone are the truth, but a manifest is decoded only once; without its tensors, which would take
+        # most of the memory. Copies are given out, because a checkpoint keeps its tensors once they are asked for.
+        # Several threads may use one catalog: this is only ever iterated over as a copy.
         self._known: dict[str, tuple[str, Checkpoint]] = {}
         # What this catalog has committed last, whole, with the same digest: it is read once more after each commit.
         self._last_added: tuple[str, Checkpoint] | None = None
@@ -135,6 +138,7 @@ class Catalog:
                 damaged.append(Skipped(name, str(error), isinstance(error, UnsupportedFormatError)))
         present = {checkpoint.folder for checkpoint in checkpoints} | {folder for folder, _ in unreadable}
         self._known = {folder: known for folder, known in list(self._known.items()) if folder in present}
+        self._fresh &= present
         checkpoints.sort(key=lambda checkpoint: (checkpoint.sequence, checkpoint.head.created), reverse=True)
         ranking = self._ranking or next(filter(None, (found.head.ranking for found in checkpoints)), ())
         return Scan(tuple(checkpoints), tuple(attempts), tuple(damaged), tuple(closed), ranking, tuple(unreadable))
@@ -156,18 +160,18 @@ class Catalog:
         known = self._known.get(folder)
         if known is not None and known[0] == identity:
             self._fresh.add(folder)
-            return known[1]
+            return replace(known[1])
         body, digest = _decoded(self.storage, folder, lambda: decode_body(data, written))
         return self._note_known(identity, Checkpoint(body, digest, self.storage))
 
     def _recall(self, folder: str) -> Checkpoint:
         known = self._known.get(folder)
-        return known[1] if known is not None and folder in self._fresh else self.look(folder)
+        return replace(known[1]) if known is not None and folder in self._fresh else self.look(folder)
 
     def _note_known(self, identity: str, checkpoint: Checkpoint) -> Checkpoint:
         known = self._known.get(checkpoint.folder)
         if known is None or known[0] != identity:
-            self._known[checkpoint.folder] = identity, without_tensors(checkpoint)
+            self._known[checkpoint.folder] = identity, replace(without_tensors(checkpoint))
         self._fresh.add(checkpoint.folder)
         self._sequences[checkpoint.folder] = checkpoint.sequence
         with self._counting:
@@ -242,10 +246,12 @@ class Catalog:
                 # error: its number must not be given a second time.
                 if isinstance(error, StorageError) and not isinstance(error, KeyMissingError):
                     raise
+        if len(self._sequences) > 2 * len(listed.names) + _FORGOTTEN_LATER:
+            self._forget_removed(listed.names)
         highest, last = self._highest
         if highest >= MAX_SEQUENCE and last not in listed.names:
             # A number that no training gets to was moved out of the run, as the message below advises.
-            self._sequences = {name: self._sequences[name] for name in listed.names if name in self._sequences}
+            self._forget_removed(listed.names)
             self._highest = max(((number, name) for name, number in self._sequences.items()), default=(0, ""))
             highest, last = self._highest
         if highest >= MAX_SEQUENCE:
@@ -256,6 +262,9 @@ class Catalog:
                 "the run",
             )
         return highest + 1
+
+    def _forget_removed(self, present: Iterable[str]) -> None:
+        self._sequences = {name: self._sequences[name] for name in present if name in self._sequences}
 
     def uncommit(self, folder: str) -> None:
         """Remove the manifest, durably: the folder is no checkpoint from here on, and its bytes are debris."""

@@ -260,6 +260,7 @@ class Housekeeper:
             if checkpoint.folder in self._readers.folders() or checkpoint.digest in self._in_use():
                 return True
             self._uncommit(checkpoint.folder)
+        self._durable.discard(checkpoint.digest)
         self._clear(checkpoint.folder)
         logger.info("removed step %d (%s)", checkpoint.step, checkpoint.folder)
         self._emit(

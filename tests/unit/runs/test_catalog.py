@@ -88,6 +88,24 @@ def test_what_a_catalog_has_committed_is_kept_without_its_tensors(trained: Run) 
     assert isinstance(trained.catalog.read(folder(1)).head, Manifest)
 
 
+def test_tensors_that_were_used_are_kept_by_the_checkpoint_and_not_by_the_catalog(trained: Run) -> None:
+    catalog = Catalog(trained.storage)
+    for look in (catalog.scan, catalog.scan, catalog.rescan):
+        assert all(found.manifest.tensors for found in look().checkpoints)
+    assert all(type(found.head) is Body for found in catalog.scan().checkpoints)
+
+
+def test_checkpoints_that_are_gone_are_forgotten_and_their_numbers_are_not_given_again(trained: Run) -> None:
+    catalog = trained.catalog
+    manifest = catalog.read(folder(2)).manifest
+    for step in range(3, 1103):
+        catalog.uncommit(folder(step - 1))
+        number = catalog.next_sequence()
+        catalog.add(msgspec.structs.replace(manifest, step=step, folder=folder(step), sequence=number))
+    assert len(catalog._sequences) < 1050
+    assert catalog.next_sequence() == 1103
+
+
 @pytest.mark.guarantee("G3")
 def test_the_tensors_of_a_checkpoint_that_was_removed_or_replaced_since_are_an_error(trained: Run) -> None:
     first, second = Catalog(trained.storage).scan().checkpoints
