@@ -71,7 +71,7 @@ class Candidates:
         self._ranks = ranks
         self._candidates: list[Candidate] = []
         self._claim = ExitStack()
-        # On the leader alone: how often a candidate was gone, those that were damaged, and what was logged.
+        # On the leader alone: how many in a row were gone, those that were damaged, and what was logged.
         self._removals = 0
         self._damaged: set[Candidate] = set()
         self._logged: set[Skipped] = set()
@@ -129,6 +129,7 @@ class Candidates:
         if self._was_removed(candidate):
             return self._resolve_again(candidate)
         self._damaged.add(candidate)
+        self._removals = 0
         if self._candidates:
             self._hold(self._candidates[0])
         return None

@@ -68,7 +68,8 @@ def _written_by_orphan(catalog: Catalog) -> str | None:
 
 
 def _writer_without_training(catalog: Catalog) -> int | None:
-    """Return a writer process of this machine whose training held the run, has not released it, and is gone."""
+    """Return a writer process of this machine whose training held the run, has not released it, and is gone. Which run
+    it writes to is not known: a training with two of them is waited for by both."""
     try:
         claim = holder(catalog.storage)
     except StorageError as error:

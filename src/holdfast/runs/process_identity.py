@@ -87,8 +87,8 @@ def parent_of(process: int) -> int | None:
 
 
 def orphaned_writers(trainer: int) -> Iterator[int]:
-    """Yield the writer processes that a process with this number has started and left behind: by their command line,
-    which ends with that number, and by their parent, which is another one since."""
+    """Yield the writer processes that a process with this number has started and left behind, for any of its runs: by
+    their command line, which ends with that number, and by their parent, which is another one since."""
     if not _proc_is_ours(os.getpid()):
         return
     for entry in os.listdir("/proc"):

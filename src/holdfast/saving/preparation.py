@@ -80,12 +80,13 @@ class Preparation:
         """Start. `components` returns the live objects, or None when their owner is gone; only a weak reference to them
         may be in it, and it is called in the thread."""
         thread = threading.Thread(target=self._run, args=(components,), name="holdfast-prepare", daemon=True)
+        # First: an interrupt in between must not leave a thread that nothing waits for.
+        self._thread = thread
         try:
             thread.start()
         except RuntimeError as error:
+            self._thread = None
             logger.debug("nothing is got ready for the first save: %s", error)
-            return
-        self._thread = thread
 
     def cancel(self) -> None:
         """Have the thread end soon. Does not wait for it, and nothing in a forked child, where another thread may have
@@ -97,7 +98,9 @@ class Preparation:
         """Return when the thread does nothing any more. What it has made stays."""
         self.cancel()
         thread = self._thread
-        if thread is not None and thread is not threading.current_thread() and self._owner == os.getpid():
+        is_here = self._owner == os.getpid() and thread is not threading.current_thread()
+        # One that an interrupt kept from starting cannot be joined.
+        if thread is not None and is_here and thread.is_alive():
             thread.join()
         # Not before: a wait that was interrupted must not let the next save use what the thread still works on.
         self._thread = None

@@ -83,9 +83,10 @@ class Stager:
 
     def reserve(self, size_bytes: int, tensors: int, limit_bytes: int) -> bool:
         """Make an arena without its pages for a state of about that size, in the place of one that is too small. Return
-        whether the limit allows it."""
+        whether the limit allows it; where it does not, there is none."""
         wanted = _aligned(size_bytes + _header_bytes(tensors) + 2 * _SLACK_BYTES)
         if wanted > limit_bytes:
+            self.drop_reserved()
             return False
         self.close()
         self._arena = Arena.reserve(wanted)

@@ -16,7 +16,7 @@ import ctypes
 import errno
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Self
 
@@ -32,16 +32,20 @@ _FENCE_AT, _FENCE_MARK = 64, b"\1"
 _PIECE_BYTES = 32 << 20
 _MAX_THREADS = 8
 
+TakePages = Callable[[int, int], None]
+
 
 class Arena:
     """`size_bytes` of shared memory at `address`. Its pages are taken front to back; the writer attaches to an arena
     whose pages are all there."""
 
-    def __init__(self, handle: int, size_bytes: int) -> None:
+    def __init__(self, handle: int, size_bytes: int, take: TakePages = take_pages) -> None:
+        """Map the memory of a handle. take: what takes the pages of a range, given its address and its size."""
         self.handle = handle
         self.size_bytes = size_bytes
         self._total_bytes = PAGE_BYTES + size_bytes
         self._taken_bytes = 0
+        self._take_pages = take
         array = map_shared(handle, self._total_bytes)
         whole = memoryview(array).cast("B")
         self._words = whole[:PAGE_BYTES].cast("Q")
@@ -60,7 +64,7 @@ class Arena:
         return arena
 
     @classmethod
-    def reserve(cls, size_bytes: int) -> Self:
+    def reserve(cls, size_bytes: int, take: TakePages = take_pages) -> Self:
         """Return an arena without its pages."""
         try:
             handle = os.memfd_create("holdfast-arena", os.MFD_CLOEXEC)
@@ -68,7 +72,7 @@ class Arena:
             raise _no_memory(error, size_bytes) from error
         try:
             os.ftruncate(handle, PAGE_BYTES + size_bytes)
-            return cls(handle, size_bytes)
+            return cls(handle, size_bytes, take)
         except OSError as error:
             os.close(handle)
             raise _no_memory(error, size_bytes) from error
@@ -165,6 +169,8 @@ class Arena:
             if error.errno != errno.EINVAL:
                 raise _no_memory(error, self.size_bytes) from error
             self._allocate()
+            self._taken_bytes = self._total_bytes
+            return
         self._taken_bytes = min(starts[-1] + _PIECE_BYTES, self._total_bytes)
 
     def _take_pieces(self, starts: Sequence[int]) -> None:
@@ -176,7 +182,7 @@ class Arena:
                 self._take_piece(start)
 
     def _take_piece(self, start: int) -> None:
-        take_pages(self.address - PAGE_BYTES + start, min(_PIECE_BYTES, self._total_bytes - start))
+        self._take_pages(self.address - PAGE_BYTES + start, min(_PIECE_BYTES, self._total_bytes - start))
 
     def _allocate(self) -> None:
         """Take all pages in the way of kernels before 5.14."""

@@ -104,7 +104,8 @@ class DeviceCopier:
 
     def __init__(self, accelerators: Accelerators = ACCELERATORS) -> None:
         self._accelerators = accelerators
-        self._page_locked: list[tuple[Arena, Accelerator]] = []
+        # Those that were tried, and whether they are locked.
+        self._page_locks: dict[tuple[Arena, Accelerator], bool] = {}
         self._devices: dict[torch.device, Accelerator] = {}
         self._batches: dict[tuple[int, int], _DeviceBatch] = {}
         self._source_devices: _SourceDevices | None = None
@@ -165,14 +166,15 @@ class DeviceCopier:
         self._batches, self._source_devices = {}, None
 
     def page_lock(self, arena: Arena, used: Mapping[torch.device, Accelerator]) -> None:
-        """Page-lock an arena for copies from these devices, once."""
+        """Page-lock an arena for copies from these devices. It is tried once."""
         self._devices = dict(used)
         for accelerator in dict.fromkeys(used.values()):
-            if (arena, accelerator) not in self._page_locked:
+            if (arena, accelerator) not in self._page_locks:
                 try:
                     accelerator.page_lock(arena.address, arena.size_bytes)
-                    self._page_locked.append((arena, accelerator))
+                    self._page_locks[arena, accelerator] = True
                 except RuntimeError as error:
+                    self._page_locks[arena, accelerator] = False
                     logger.warning("the arena could not be page-locked (%s): copies will be slower", error)
 
     def set_devices(self) -> None:
@@ -184,10 +186,10 @@ class DeviceCopier:
     def release(self, arena: Arena) -> None:
         """Release an arena that is about to be closed."""
         self._staging = None
-        for locked, accelerator in self._page_locked:
-            if locked is arena:
+        for (locked, accelerator), is_locked in self._page_locks.items():
+            if locked is arena and is_locked:
                 accelerator.undo_page_lock(arena.address)
-        self._page_locked = [one for one in self._page_locked if one[0] is not arena]
+        self._page_locks = {key: is_locked for key, is_locked in self._page_locks.items() if key[0] is not arena}
 
     def _send(
         self, copies: list[_Copy], used: dict[torch.device, Accelerator], ready: dict[torch.device, Any]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import random
@@ -164,6 +165,17 @@ def test_an_arena_that_is_made_has_all_of_its_pages() -> None:
     assert taken_bytes(arena) == arena.taken_bytes == PAGE_BYTES + SIZE_BYTES
     assert arena.missing_bytes == 0
     assert (arena.address - PAGE_BYTES) % HUGE_PAGE_BYTES == 0, "or no page can be a huge one"
+    arena.close()
+
+
+def test_on_a_kernel_that_takes_no_ranges_all_pages_are_taken_at_once_and_counted() -> None:
+    def refuse(address: int, size_bytes: int) -> None:
+        raise OSError(errno.EINVAL, "before Linux 5.14")
+
+    arena = Arena.reserve(LARGE_BYTES, refuse)
+    assert not arena.take_more()
+    assert taken_bytes(arena) == arena.taken_bytes == PAGE_BYTES + LARGE_BYTES
+    assert arena.missing_bytes == 0
     arena.close()
 
 

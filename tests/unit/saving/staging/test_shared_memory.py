@@ -108,3 +108,29 @@ def test_it_is_not_in_a_forked_child(handle: int) -> None:
         os._exit(len(mappings()))
     assert os.waitpid(child, 0)[1] == 0
     assert ctypes.sizeof(array) == SIZE_BYTES
+
+
+def huge_bytes(name: str) -> int:
+    """Return how much of a mapping by this name is in huge pages."""
+    found, is_named = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            is_named = name in line
+        elif is_named and line.startswith(("ShmemPmdMapped:", "FilePmdMapped:")):
+            found += int(line.split()[1]) << 10
+    return found
+
+
+def test_the_pages_are_huge_ones_where_the_kernel_collapses_pages(handle: int) -> None:
+    probe = os.memfd_create("holdfast-probe")
+    os.ftruncate(probe, SIZE_BYTES)
+    other = map_shared(probe, SIZE_BYTES)
+    memoryview(other).cast("B")[:] = bytes(SIZE_BYTES)
+    libc = ctypes.CDLL(None, use_errno=True)
+    collapses = libc.madvise(ctypes.c_void_p(ctypes.addressof(other)), ctypes.c_size_t(HUGE_PAGE_BYTES), 25) == 0
+    os.close(probe)
+    if not collapses:
+        pytest.skip(f"MADV_COLLAPSE is refused here: {os.strerror(ctypes.get_errno())}")
+    array = map_shared(handle, SIZE_BYTES)
+    take_pages(ctypes.addressof(array), SIZE_BYTES)
+    assert huge_bytes("holdfast-pages-test") == 2 * HUGE_PAGE_BYTES
