@@ -138,7 +138,7 @@ class Candidates:
         """Return whether a checkpoint is not there any more, or another one has its folder. What the leader sees
         counts: a rank that sees less has a damaged view of it."""
         try:
-            return self._catalog.look(candidate.folder).digest != candidate.digest
+            return self._catalog.read_head(candidate.folder).digest != candidate.digest
         except KeyMissingError:
             return True
         except StorageError:
@@ -156,7 +156,7 @@ class Candidates:
             advice = "checkpoints are removed faster than they are read; let keep= keep more of them"
             raise CheckpointNotFoundError(f"{gone}, and so were {_MAX_REMOVALS - 1} before it", run=url, advice=advice)
         # The manifests that were read before may be gone, though their folders are still there.
-        self._catalog.forget()
+        self._catalog.drop_cache()
         try:
             choice = self._resolve()
         except CheckpointNotFoundError as error:

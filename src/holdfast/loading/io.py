@@ -94,7 +94,7 @@ def run_jobs(
 def _side_by_side(act: Callable[[_Task], list[Problem]], tasks: Iterator[_Task], threads: int) -> list[list[Problem]]:
     """Do the tasks in several threads, which take them one by one. The first error ends them all.
 
-    Each thread makes the task that it does: one that made them for all would keep the interpreter's lock for
+    Each thread makes the task that it does: one that made them for all would keep the GIL for
     milliseconds at a time, and the others, back from reading or digesting, would wait for it.
     """
     lock = threading.Lock()

@@ -27,7 +27,7 @@ from holdfast.state.tensors import is_dense, torch_dtype
 
 __all__ = ["check_bytes", "read"]
 
-_LARGE_PAGES_FROM_BYTES = 512 << 10
+_HUGE_PAGES_FROM_BYTES = 512 << 10
 _DEVICE_CHECKS_FROM_BYTES = 256 << 20
 
 
@@ -47,7 +47,7 @@ def read(
     called with the number of further bytes that are there, from any thread.
     """
     for request in requests:
-        if request.fresh and request.target.is_cpu and request.target.nbytes >= _LARGE_PAGES_FROM_BYTES:
+        if request.fresh and request.target.is_cpu and request.target.nbytes >= _HUGE_PAGES_FROM_BYTES:
             prefer_huge_pages(request.target.data_ptr(), request.target.nbytes)
     later = DeviceChecks(_devices_that_check(requests) if checked else ())
     with ExitStack() as stack:

@@ -33,7 +33,7 @@ def candidates(catalog: Catalog, selector: Selector) -> tuple[list[Checkpoint], 
     """
     if not selector.may_fall_back:
         return [catalog.find(selector)], []
-    scan = settled(catalog, catalog.rescan)
+    scan = settled(catalog, catalog.scan_cached)
     found_damaged = known_damaged(scan)
     sound = [found for found in scan.checkpoints if not found.damage]
     if not sound and (scan.damaged or found_damaged):

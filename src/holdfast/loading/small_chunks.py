@@ -2,7 +2,7 @@
 
 A model of 20,000 small tensors spends more time on the records of each than on its bytes. Whole chunks in host memory
 that lie side by side in a file need none of these records: they are read together, digested one after the other, and
-copied to their places. One thread does it: the digest of so few bytes does not release the interpreter's lock.
+copied to their places. One thread does it: the digest of so few bytes does not release the GIL.
 Whatever is not of this kind is left to `io`, and so is a file that is not there or has another size.
 """
 

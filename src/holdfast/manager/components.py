@@ -79,7 +79,7 @@ class Components:
         return cls(checked_components(state, rng), catalog, ranks, pipeline_stage, verify)
 
     def while_held(self) -> Callable[[], Mapping[str, Any] | None]:
-        """Return a function that returns the live objects, or None once nobody holds this object any more."""
+        """Return a function that returns the live objects, or None once nothing holds this object any more."""
         weak = weakref.ref(self)
 
         def live() -> Mapping[str, Any] | None:

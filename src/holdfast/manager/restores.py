@@ -173,7 +173,7 @@ class Restores:
             agree_on("the selector of restore", [one.selector or "a path" for one in asked])
             agree_on("rng of restore", [one.rng for one in asked])
             # The manifests are read once, here or when a checkpoint is chosen, however often the run is looked at.
-            self._run.catalog.forget()
+            self._run.catalog.drop_cache()
             self._wait_for_writers()
             catalog, chosen, explicit = self._locate(selector)
             return _Located("" if catalog is self._run.catalog else catalog.storage.url, str(chosen), explicit)

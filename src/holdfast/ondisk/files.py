@@ -11,19 +11,19 @@ Pieces = Callable[[], Iterator[memoryview]]
 """Yields bytes in order. A piece is valid until the next one is asked for."""
 
 
-See = Callable[[memoryview], None]
-"""Gets every piece of a file once, in order, before it is yielded: what is seen is what is written."""
+OnPiece = Callable[[memoryview], None]
+"""Called once with every piece of a file, in order, before the pieces end; perhaps in another thread, while the caller
+writes the piece. What it gets is what is written."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorFile:
     """A tensor file to write: its frame, and all of its bytes from the header on, in pieces of any length. `pieces` is
-    called with what sees them first, perhaps in another thread. What it returns is closed when it is not needed any
-    more, also in the middle."""
+    called with what digests them. What it returns is closed when it is not needed any more, also in the middle."""
 
     name: str
     frame: Frame
-    pieces: Callable[[See], Generator[memoryview]]
+    pieces: Callable[[OnPiece], Generator[memoryview]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -339,7 +339,7 @@ def check_manifest(manifest: Manifest, *, tensors: bool = True) -> None:
 
 
 def check_body(manifest: Body) -> dict[str, FileRecord]:
-    """Everything but the tensors; the files by their names."""
+    """Check everything but the tensors; return the files by their names."""
     named = paths.parse_folder(manifest.folder)
     if named is None or named.step != manifest.step:
         raise CorruptCheckpointError(f"{manifest.folder[:200]!r} is no name of a checkpoint of step {manifest.step}")

@@ -74,14 +74,14 @@ class Catalog:
         self._ranking = ranking
         self.attempts = Attempts(self.storage)
         self.annotations = Annotations(self.storage)
-        # By folder, each with the digest of its manifest's bytes: these are read each time, except by `recollect`,
+        # By folder, each with the digest of its manifest's bytes: these are read each time, except by `survey_cached`,
         # because they alone are the truth, but a manifest is decoded only once; without its tensors, which would take
         # most of the memory. Copies are given out, because a checkpoint keeps its tensors once they are asked for.
         # Several threads may use one catalog: this is only ever iterated over as a copy.
         self._known: dict[str, tuple[str, Checkpoint]] = {}
         # What this catalog has committed last, whole, with the same digest: it is read once more after each commit.
         self._last_added: tuple[str, Checkpoint] | None = None
-        # The folders whose manifests were read since `forget`.
+        # The folders whose manifests were read since `drop_cache`.
         self._fresh: set[str] = set()
         # The sequence number of each checkpoint that was read or committed so far, and the highest of them with its
         # folder: a number is not given again, also when its checkpoint is gone.
@@ -99,22 +99,22 @@ class Catalog:
         scan.require_readable()
         return scan
 
-    def rescan(self) -> Scan:
-        """Return what `scan` returns, without reading again the manifests that were read since `forget`."""
-        scan = self.recollect()
+    def scan_cached(self) -> Scan:
+        """Return what `scan` returns, without reading again the manifests that were read since `drop_cache`."""
+        scan = self.survey_cached()
         scan.require_readable()
         return scan
 
     def survey(self) -> Scan:
         """Return the content of the run, with the folders that cannot be read now."""
-        return self._survey(self.look)
+        return self._survey(self.read_head)
 
-    def recollect(self) -> Scan:
-        """Return what `survey` returns, without reading again the manifests that were read since `forget`: a committed
-        checkpoint never changes. One that was damaged since is still among the checkpoints."""
-        return self._survey(self._recall)
+    def survey_cached(self) -> Scan:
+        """Return what `survey` returns, without reading again the manifests that were read since `drop_cache`: a
+        committed checkpoint never changes. One that was damaged since is still among the checkpoints."""
+        return self._survey(self._read_head_cached)
 
-    def forget(self) -> None:
+    def drop_cache(self) -> None:
         """Have every manifest read again before it is relied on, once."""
         self._fresh = set()
 
@@ -124,7 +124,7 @@ class Catalog:
         linked = linked_folders(self.storage)
         for name in sorted({*_list_folders(self.storage).added, *linked}):
             try:
-                found = self.look(name) if name in linked else read(name)
+                found = self.read_head(name) if name in linked else read(name)
                 checkpoints.append(_with_notes(self.annotations, found, notes))
             except AttemptClosedError:
                 closed.append(name)
@@ -153,7 +153,7 @@ class Catalog:
         head, digest = _decoded(self.storage, folder, lambda: decode_head(data))
         return self._note_known(identity, Checkpoint(head, digest, self.storage))
 
-    def look(self, folder: str) -> Checkpoint:
+    def read_head(self, folder: str) -> Checkpoint:
         """Return what `read` returns, without its tensors: they are read when they are first used. For what is about
         many checkpoints."""
         data, written, identity = _text_of(self.storage, folder)
@@ -164,9 +164,9 @@ class Catalog:
         body, digest = _decoded(self.storage, folder, lambda: decode_body(data, written))
         return self._note_known(identity, Checkpoint(body, digest, self.storage))
 
-    def _recall(self, folder: str) -> Checkpoint:
+    def _read_head_cached(self, folder: str) -> Checkpoint:
         known = self._known.get(folder)
-        return replace(known[1]) if known is not None and folder in self._fresh else self.look(folder)
+        return replace(known[1]) if known is not None and folder in self._fresh else self.read_head(folder)
 
     def _note_known(self, identity: str, checkpoint: Checkpoint) -> Checkpoint:
         known = self._known.get(checkpoint.folder)
@@ -240,18 +240,18 @@ class Catalog:
         listed = _list_folders(self.storage, self._sequences)
         for name in listed.added:
             try:
-                self.look(name)
+                self.read_head(name)
             except HoldfastError as error:
                 # An attempt, or damage of any kind, which readers report. A manifest that cannot be read now is an
                 # error: its number must not be given a second time.
                 if isinstance(error, StorageError) and not isinstance(error, KeyMissingError):
                     raise
         if len(self._sequences) > 2 * len(listed.names) + _FORGOTTEN_LATER:
-            self._forget_removed(listed.names)
+            self._sequences = _among(self._sequences, listed.names)
         highest, last = self._highest
         if highest >= MAX_SEQUENCE and last not in listed.names:
             # A number that no training gets to was moved out of the run, as the message below advises.
-            self._forget_removed(listed.names)
+            self._sequences = _among(self._sequences, listed.names)
             self._highest = max(((number, name) for name, number in self._sequences.items()), default=(0, ""))
             highest, last = self._highest
         if highest >= MAX_SEQUENCE:
@@ -262,9 +262,6 @@ class Catalog:
                 "the run",
             )
         return highest + 1
-
-    def _forget_removed(self, present: Iterable[str]) -> None:
-        self._sequences = {name: self._sequences[name] for name in present if name in self._sequences}
 
     def uncommit(self, folder: str) -> None:
         """Remove the manifest, durably: the folder is no checkpoint from here on, and its bytes are debris."""
@@ -341,6 +338,10 @@ def _list_folders(storage: Storage, known: Container[str] = ()) -> _Listed:
     unknown = [name for name in names if name not in known]
     added = [name for name in unknown if paths.parse_folder(name) is not None]
     return _Listed(names, added, len(names) - len(unknown))
+
+
+def _among(sequences: Mapping[str, int], present: Iterable[str]) -> dict[str, int]:
+    return {name: sequences[name] for name in present if name in sequences}
 
 
 def _text_of(storage: Storage, folder: str) -> tuple[bytearray, str, str]:

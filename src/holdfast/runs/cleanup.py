@@ -27,8 +27,8 @@ from holdfast.runs.links import Links
 from holdfast.runs.process_identity import Identity, is_alive
 from holdfast.runs.readers import Readers
 from holdfast.runs.retention import Decision, KeepPolicy, Record, retain
+from holdfast.runs.retention_state import RetentionState, added_since, are_unchanged
 from holdfast.runs.selection import first_names, metric_names
-from holdfast.runs.standing import Standing, added_since, are_unchanged
 from holdfast.runs.verify import verify
 from holdfast.runs.worker import WorkerThread
 
@@ -76,7 +76,7 @@ class Housekeeper:
         self._waiting = threading.Event()
         self._durable: set[str] = set()
         # What the last cleanup decided, and what of it has to be synced before anything is removed.
-        self._standing: Standing | None = None
+        self._state: RetentionState | None = None
         self._unsynced: list[Checkpoint] = []
         self._suspected: dict[Checkpoint, str] = {}
         self._lock = threading.Lock()
@@ -99,8 +99,8 @@ class Housekeeper:
 
     def _take_turn(self) -> None:
         self._waiting.clear()
-        if not self._add_to_standing():
-            self._clean_up(self._catalog.rescan if self._cleared else self._catalog.scan)
+        if not self._decide_about_new():
+            self._clean_up(self._catalog.scan_cached if self._cleared else self._catalog.scan)
 
     def clear_debris_in_background(self) -> None:
         """Run `clear_debris` in the worker thread. A failure is logged; the next cleanup does it again."""
@@ -148,7 +148,7 @@ class Housekeeper:
     def _clean_up(self, look: Callable[[], Scan]) -> list[Decision]:
         """Do what `clean_up` does. look: how the run is scanned; manifests that were read before need not be read
         again, because those on which a removal depends are."""
-        self._standing = None
+        self._state = None
         self.clear_debris(look)
         while True:
             notes = self._catalog.annotations.names()
@@ -164,48 +164,48 @@ class Housekeeper:
             self._unsynced = kept
             if going:
                 self._make_durable()
-            standing = None
+            state = None
             if self._keep is not None:
-                standing = Standing(self._keep, scan, records, notes, gone=gone)
-            decisive = standing.decisive(going) if standing is not None else going
-            if not are_unchanged(decisive, self._catalog):
+                state = RetentionState(self._keep, scan, records, notes, gone=gone)
+            read_again = state.to_read_again(going) if state is not None else going
+            if not are_unchanged(read_again, self._catalog):
                 look = self._catalog.scan
             elif all(self._remove(checkpoint, notes) for checkpoint in going):
                 self._links.remove_dangling(scan.closed, self._doomed.keys())
-                self._keep_standing(standing, going)
+                self._keep_state(state, going)
                 return plan
 
-    def _add_to_standing(self) -> bool:
+    def _decide_about_new(self) -> bool:
         """Decide about the checkpoints that were added since the last cleanup, if nothing else has changed, and remove
         what is not kept any more. Return False where the whole run has to be looked at."""
-        standing, self._standing = self._standing, None
-        if standing is None or self._suspected or self._doomed:
+        state, self._state = self._state, None
+        if state is None or self._suspected or self._doomed:
             return False
         self._may_write()
         notes = self._catalog.annotations.names()
-        added = added_since(standing, notes, self._catalog)
-        if added is None or not standing.is_continued_by(added):
+        added = added_since(state, notes, self._catalog)
+        if added is None or not state.is_continued_by(added):
             return False
         self._readers.sweep()
-        going = standing.add(added, notes, self._records)
+        going = state.add(added, notes, self._records)
         self._unsynced += added
         if self._updates_links and not self._links.add(added, going):
             return False
         if going:
             self._make_durable()
-        if not are_unchanged(standing.decisive(going), self._catalog):
+        if not are_unchanged(state.to_read_again(going), self._catalog):
             return False
         if not all(self._remove(checkpoint, notes) for checkpoint in going):
             return False
         if going:
             # No attempt is closed now: after one that is, the whole run is looked at.
             self._links.remove_dangling((), self._doomed.keys())
-        self._keep_standing(standing, going)
+        self._keep_state(state, going)
         return True
 
-    def _keep_standing(self, standing: Standing | None, removed: Sequence[Checkpoint]) -> None:
+    def _keep_state(self, state: RetentionState | None, removed: Sequence[Checkpoint]) -> None:
         """Keep what was decided for the next cleanup, unless what was removed changes it."""
-        self._standing = standing if standing is not None and standing.outlasts(removed) else None
+        self._state = state if state is not None and state.is_valid_without(removed) else None
 
     def _make_durable(self) -> None:
         """Sync what stays before anything is removed: a process that committed it may have been killed between the
@@ -314,7 +314,7 @@ class Housekeeper:
 
 def _require_committed(checkpoint: Checkpoint, catalog: Catalog) -> None:
     try:
-        found = catalog.look(checkpoint.folder)
+        found = catalog.read_head(checkpoint.folder)
     except KeyMissingError:
         found = None
     if found != checkpoint:
@@ -466,13 +466,13 @@ def _is_dead(record: AttemptRecord) -> bool:
 def _remove_lost_notes(catalog: Catalog, names: Sequence[str], scan: Scan) -> None:
     """Remove those of these notes whose checkpoint is gone. They must have been listed before the scan: a checkpoint is
     committed before any note on it, so one that the scan does not find was removed, and will not come back."""
-    standing = {found.folder: found.digest for found in scan.checkpoints}
+    digests = {found.folder: found.digest for found in scan.checkpoints}
     for name in names:
         parsed = parse_note_name(name)
         if parsed is None:
             continue
-        if parsed.folder in standing:
-            lost = catalog.annotations.is_on_another(name, standing[parsed.folder])
+        if parsed.folder in digests:
+            lost = catalog.annotations.is_on_another(name, digests[parsed.folder])
         else:
             lost = catalog.is_gone(parsed.folder, scan.closed)
         if lost:

@@ -105,7 +105,7 @@ class Links:
         if paths.parse_folder(folder) is None or any(found.folder == folder for found in kept):
             return False
         try:
-            return self._catalog.look(folder).sequence > sequence
+            return self._catalog.read_head(folder).sequence > sequence
         except KeyMissingError:
             return False
         except StorageError:

@@ -47,14 +47,14 @@ def wait_for_orphans(catalog: Catalog, timeout_seconds: float, emit: Observer = 
     for folder in waited:
         # One that did not commit, or that cannot be read now, is no reason to stop a restore.
         with contextlib.suppress(HoldfastError):
-            found = catalog.look(folder)
+            found = catalog.read_head(folder)
             emit(Event("orphan_committed", found.step, 0, size_bytes=found.size_bytes, path=found.path))
 
 
 def _written_by_orphan(catalog: Catalog) -> str | None:
     """Return the folder of an attempt that an orphaned writer is saving; None where there is none."""
     # By a look at the manifests, which a restore needs anyway, and not into each folder.
-    found = catalog.recollect()
+    found = catalog.survey_cached()
     for folder in sorted(set(found.attempts) - set(found.closed)):
         try:
             record = catalog.attempts.record(folder)

@@ -44,7 +44,7 @@ class CommittedSteps:
         if self._folders is None or self._head != before.parent:
             # What cannot be read now is no reason to lose a save: at the worst a step is written a second time. The
             # manifest of the step itself is read again.
-            scan = self._catalog.recollect()
+            scan = self._catalog.survey_cached()
             # Another writer of the run may have removed the head of the lineage; what it goes back to is known.
             known = [checkpoint for checkpoint in scan.checkpoints if checkpoint in before.lineage]
             found = ancestry(before.parent, scan.checkpoints) or known

@@ -15,7 +15,7 @@ import msgspec
 from holdfast.errors import SaveFailedError, UsageError
 from holdfast.ondisk import paths
 from holdfast.ondisk.codec import Json
-from holdfast.ondisk.files import Pieces, PlainFile, See, TensorFile
+from holdfast.ondisk.files import OnPiece, Pieces, PlainFile, TensorFile
 from holdfast.ondisk.regions import whole
 from holdfast.ondisk.safetensors import Frame, FramedChunk, frame
 from holdfast.saving.capture import Capture
@@ -89,11 +89,11 @@ def streamed_files(sources: Mapping[FramedChunk, Pieces], *, rank: int, first_pa
     return files
 
 
-def _joined(header: bytes, sources: Sequence[Pieces], see: See) -> Generator[memoryview]:
+def _joined(header: bytes, sources: Sequence[Pieces], on_piece: OnPiece) -> Generator[memoryview]:
     first: Pieces = partial(_pieces_of_bytes, header)
     for source in (first, *sources):
         for piece in source():
-            see(piece)
+            on_piece(piece)
             yield piece
 
 

@@ -124,7 +124,7 @@ class SavePlan(msgspec.Struct, frozen=True, array_like=True):
         those of its checkpoint, as the leader has read it.
     number: that of the plan to follow. Without `assignments` it is the one that every rank has; 0 asks the ranks for
         their inventories.
-    streamed: there is no memory to stage in, so the save is written from the tensors' own memory.
+    streamed: there is no memory to stage in, so the save is written before the call returns.
     unreported: raise the failure of the save before; no save starts.
     lease: the number under which the leader writes. lease_token: the token of its claim, which no other run has.
     ranks_here: with a new plan, for each rank how many of these ranks are on its machine.

@@ -1,8 +1,8 @@
 """The save in order: capture, plan, stage, write, commit. A request enters, a committed checkpoint leaves.
 
 The first two steps are the same in every mode: each rank captures its state, and all ranks agree on who writes what. In
-sync mode each rank then writes from its tensors' own memory and the leader commits. In the asynchronous modes each rank
-stages its part in its arena, hands it to its writer and returns; the rest runs in the background.
+sync mode each rank then writes its tensors, through a ring of slots, and the leader commits. In the asynchronous modes
+each rank stages its part in its arena, hands it to its writer and returns; the rest runs in the background.
 
 A rank that fails in an agreement fails it for all, and everything that was committed before stays as it was.
 """
@@ -55,8 +55,8 @@ class Saver:
     """Saves again and again, one save at a time.
 
     mode: "auto" takes the best asynchronous mode that the devices and their memory allow.
-    staging_limit_bytes: the memory that staging may take on a rank; a save that needs more is written in pieces, from
-        the tensors' own memory, before the call returns.
+    staging_limit_bytes: the memory that staging may take on a rank; a save that needs more is written before the call
+        returns, as in sync mode.
     events: gets every `Event`, from whatever thread it happens in.
     replicas: "compare" makes it an error when ranks hold different content under one name, "trust" compares nothing.
 

@@ -3,7 +3,7 @@ file and its tensors enter; the bytes of the file leave, slot after slot. Knows 
 
 One thread copies into the next slots, and another digests what is in a slot while the caller writes it. Memory of a
 device is copied by a stream of its own into page-locked slots, so that copies and writes overlap there, too. A slot
-begins at a page and has large pages where the system has them: a disk takes its bytes from where they are, at full
+begins at a page and has huge pages where the system has them: a disk takes its bytes from where they are, at full
 speed.
 
 What is digested and what is written are the same bytes, those in the slot, even if the tensor changes meanwhile.
@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.errors import HoldfastError
-from holdfast.ondisk.files import See
+from holdfast.ondisk.files import OnPiece
 from holdfast.ondisk.safetensors import SMALL_BYTES, Frame
-from holdfast.saving.staging.host_copy import move_briefly
+from holdfast.saving.staging.host_copy import memmove_holding_gil
 from holdfast.saving.staging.shared_memory import HUGE_PAGE_BYTES
 from holdfast.saving.threads import join_all, start_all
 from holdfast.state.devices import ACCELERATORS, Accelerator, Accelerators, DeviceEvent
@@ -62,19 +62,19 @@ class Ring:
         self._slots: _Slots | None = None
         self._streams: dict[torch.device, Any] = {}
 
-    def pieces(self, frame: Frame, tensors: Sequence[torch.Tensor], see: See) -> Generator[memoryview]:
+    def pieces(self, frame: Frame, tensors: Sequence[torch.Tensor], on_piece: OnPiece) -> Generator[memoryview]:
         """Yield the bytes of a file that holds these tensors, one for each chunk, in order. Each piece is given to
-        `see` as well, all of them before this ends, and is valid until the next one is asked for. The copies come after
-        all that the calling thread has enqueued on the devices."""
+        `on_piece` as well, all of them before this ends, and is valid until the next one is asked for. The copies come
+        after all that the calling thread has enqueued on the devices."""
         slots = self._slots = self._slots or _Slots(self._count, self._slot_bytes)
         streams = self._streams_after_this_thread(tensors)
         copier = _Copier(frame, tensors, streams)
         try:
             if frame.size_bytes <= self._slot_bytes:
-                yield from _one_by_one(copier, slots, see)
+                yield from _one_by_one(copier, slots, on_piece)
             else:
                 slots.page_lock(dict.fromkeys(stream.accelerator for stream in streams.values()))
-                yield from _ahead(copier, slots, see)
+                yield from _ahead(copier, slots, on_piece)
         finally:
             # The slots are given out again, also after an error: no copy may still be on its way into one.
             copier.wait()
@@ -127,7 +127,7 @@ class _Slots:
         self.tensors = whole[start : start + size_bytes].split(slot_bytes)
         self.views = [view[begin : begin + slot_bytes] for begin in range(start, start + size_bytes, slot_bytes)]
         self._address, self._size_bytes = whole.data_ptr() + start, size_bytes
-        # Whether a thread may work on them that nobody can wait for.
+        # Whether a thread may work on them that nothing can wait for.
         self.is_lost = False
         self._asked: set[Accelerator] = set()
         self._locked: list[Accelerator] = []
@@ -155,13 +155,13 @@ def _release(memory: mmap.mmap, address: int, locked: Sequence[Accelerator], own
     """Release the slots. The last reference to the memory unmaps it."""
     if os.getpid() != owner:
         # A forked child does not have these pages, and may have others at the same address by now.
-        _not_here.append(memory)
+        _kept_after_fork.append(memory)
         return
     for accelerator in locked:
         accelerator.undo_page_lock(address)
 
 
-_not_here: list[mmap.mmap] = []
+_kept_after_fork: list[mmap.mmap] = []
 
 
 class _Segment(NamedTuple):
@@ -208,7 +208,7 @@ class _Copier:
             count = min(size_bytes - self._done_bytes, room - position)
             source = self._addresses[self._source]
             if source:
-                move = move_briefly if count <= _SHORT_BYTES else ctypes.memmove
+                move = memmove_holding_gil if count <= _SHORT_BYTES else ctypes.memmove
                 move(address + position, source + self._done_bytes, count)
             elif count:
                 others.append(_Segment(self._source - 1, self._done_bytes, position, count))
@@ -288,27 +288,27 @@ def _piece_sizes(size_bytes: int, slot_bytes: int) -> Iterator[int]:
         count *= 2
 
 
-def _one_by_one(copier: _Copier, slots: _Slots, see: See) -> Iterator[memoryview]:
+def _one_by_one(copier: _Copier, slots: _Slots, on_piece: OnPiece) -> Iterator[memoryview]:
     """Yield the bytes of the file by way of the first slot."""
     slot, view = slots.tensors[0], slots.views[0]
     for count in _piece_sizes(copier.size_bytes, slots.slot_bytes):
         for event in copier.fill(slot[:count]):
             event.synchronize()
-        see(view[:count])
+        on_piece(view[:count])
         yield view[:count]
 
 
-def _ahead(copier: _Copier, slots: _Slots, see: See) -> Iterator[memoryview]:
+def _ahead(copier: _Copier, slots: _Slots, on_piece: OnPiece) -> Iterator[memoryview]:
     """Yield the bytes of the file while one thread fills the slots that come next, and another sees their bytes."""
-    conveyor = _Conveyor(copier, slots, see)
+    read_ahead = _ReadAhead(copier, slots, on_piece)
     try:
-        if not conveyor.start():
-            yield from _one_by_one(copier, slots, see)
+        if not read_ahead.start():
+            yield from _one_by_one(copier, slots, on_piece)
             return
-        while (piece := conveyor.next()) is not None:
+        while (piece := read_ahead.next()) is not None:
             yield piece
     finally:
-        conveyor.stop()
+        read_ahead.stop()
 
 
 class _Filled(NamedTuple):
@@ -319,42 +319,42 @@ class _Filled(NamedTuple):
     events: Sequence[DeviceEvent]
 
 
-class _Conveyor:
+class _ReadAhead:
     """Two threads that work on the slots: one fills those that are free, one sees what is in them, while the caller has
     it, too. A slot is free again when both are done with it."""
 
-    def __init__(self, copier: _Copier, slots: _Slots, see: See) -> None:
+    def __init__(self, copier: _Copier, slots: _Slots, on_piece: OnPiece) -> None:
         self._copier = copier
         self._slots = slots
-        self._see = see
+        self._on_piece = on_piece
         self._free: SimpleQueue[int | None] = SimpleQueue()
-        self._to_see: SimpleQueue[_Filled | None] = SimpleQueue()
+        self._to_digest: SimpleQueue[_Filled | None] = SimpleQueue()
         self._to_hand_out: SimpleQueue[_Filled | None] = SimpleQueue()
         self._handed_out: int | None = None
         self._in_use: set[int] = set()
-        self._letting_go = threading.Lock()
+        self._releasing = threading.Lock()
         self._error: BaseException | None = None
         self._copying = threading.Thread(target=self._copy, name="holdfast-copy", daemon=True)
-        self._seeing = threading.Thread(target=self._see_all, name="holdfast-digest", daemon=True)
+        self._digesting = threading.Thread(target=self._digest_all, name="holdfast-digest", daemon=True)
         for slot in range(slots.count):
             self._free.put(slot)
 
     def start(self) -> bool:
         """Start the threads. Return whether they run: at a limit, or at the end of a process, none can be started."""
-        # Where this is interrupted, nobody knows whether a thread has been started.
+        # Where this is interrupted, it is not known whether a thread has been started.
         self._slots.is_lost = True
-        start_all((self._seeing, self._copying))
+        start_all((self._digesting, self._copying))
         self._slots.is_lost = False
         return self._copying.ident is not None
 
     def next(self) -> memoryview | None:
         """Return the next bytes of the file, and take the slot of those before back; None when all were seen."""
         if self._handed_out is not None:
-            self._let_go(self._handed_out)
+            self._release_slot(self._handed_out)
             self._handed_out = None
         filled = self._to_hand_out.get()
         if filled is None:
-            self._seeing.join()
+            self._digesting.join()
         else:
             _wait_for(filled)
         if self._error is not None:
@@ -371,9 +371,9 @@ class _Conveyor:
                 self._free.get_nowait()
         self._free.put(None)
         join_all([self._copying])
-        # The one that copies says when there is no more to see, if it was started.
-        self._to_see.put(None)
-        join_all([self._seeing])
+        # The one that copies says when there is no more to digest, if it was started.
+        self._to_digest.put(None)
+        join_all([self._digesting])
 
     def _copy(self) -> None:
         with self._noted():
@@ -384,22 +384,22 @@ class _Conveyor:
                     break
                 filled = _Filled(slot, count, self._copier.fill(self._slots.tensors[slot][:count]))
                 self._in_use.add(slot)
-                self._to_see.put(filled)
+                self._to_digest.put(filled)
                 self._to_hand_out.put(filled)
-        self._to_see.put(None)
+        self._to_digest.put(None)
         self._to_hand_out.put(None)
 
-    def _see_all(self) -> None:
-        while (filled := self._to_see.get()) is not None:
+    def _digest_all(self) -> None:
+        while (filled := self._to_digest.get()) is not None:
             with self._noted():
                 if self._error is None:
                     _wait_for(filled)
-                    self._see(self._view(filled))
-            self._let_go(filled.slot)
+                    self._on_piece(self._view(filled))
+            self._release_slot(filled.slot)
 
-    def _let_go(self, slot: int) -> None:
+    def _release_slot(self, slot: int) -> None:
         """Note that one of the two that use a slot is done with it. The second one frees it."""
-        with self._letting_go:
+        with self._releasing:
             first = slot in self._in_use
             self._in_use.discard(slot)
         if not first:

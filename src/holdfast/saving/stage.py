@@ -107,7 +107,7 @@ class Stager:
         thread of its own, of which it sets the current device."""
         used = self._accelerators.among(devices)
         if self._arena is not None and used:
-            # A new thread begins at the first device, and any call there takes memory of that, whosever it is.
+            # A new thread begins at the first device, and any call there takes memory of that
             for device, accelerator in used.items():
                 accelerator.set_device(device)
             self._copier.page_lock(self._arena, used)
@@ -227,7 +227,8 @@ def _place(files: Sequence[FileLayout], images: Sequence[Image], arena: Arena) -
 
 
 def _copying_threads() -> int:
-    """Return this rank's share of the cores, whatever torch computes with: the training stands still meanwhile."""
+    """Return this rank's share of the cores, or torch's number of threads if that is more: the training stands still
+    meanwhile."""
     return max(own_processors(), int(torch.get_num_threads()))
 
 

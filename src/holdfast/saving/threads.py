@@ -19,7 +19,7 @@ def start_all(threads: Iterable[threading.Thread]) -> None:
 
 def join_all(threads: Iterable[threading.Thread]) -> None:
     """Return when those of the threads that were started have ended. An interrupt that comes meanwhile is raised after
-    that: nobody may use what they work on before."""
+    that: nothing may use what they work on before."""
     interrupt: BaseException | None = None
     for thread in threads:
         while thread.is_alive():

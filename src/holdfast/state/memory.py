@@ -1,4 +1,4 @@
-"""What the chains ask of the process's memory: a pause of the collector, large pages, zeros without pages. Knows no
+"""What the chains ask of the process's memory: a pause of the collector, huge pages, zeros without pages. Knows no
 checkpoints."""
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def collector_paused() -> Iterator[None]:
 
 
 def prefer_huge_pages(address: int, size_bytes: int) -> None:
-    """Ask for large pages for memory that is not in use yet: to fill small ones takes twice as long.
+    """Ask for huge pages for memory that is not in use yet: to fill small ones takes twice as long.
 
-    The range is widened to whole pages: neighbours that all ask for it then share the large pages between them.
+    The range is widened to whole pages: neighbours that all ask for it then share the huge pages between them.
     """
     start = address // PAGE_BYTES * PAGE_BYTES
     end = -(-(address + size_bytes) // PAGE_BYTES) * PAGE_BYTES
-    # Only a hint, so what is answered does not matter: without large pages it works as well, more slowly.
+    # Only a hint, so what is answered does not matter: without huge pages it works as well, more slowly.
     _madvise(start, end - start, mmap.MADV_HUGEPAGE)
 
 

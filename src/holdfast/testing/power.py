@@ -105,10 +105,6 @@ class PowerLossDisk(Disk):
         self.model.require_life()
         return super().list_kinds(folder)
 
-    def list_folders(self, folder: int) -> list[str]:
-        self.model.require_life()
-        return super().list_folders(folder)
-
     def fsync_folder(self, folder: int) -> None:
         # Only in the model: the scratch folder itself needs no durability, and the tests need speed.
         with self.model.lock:

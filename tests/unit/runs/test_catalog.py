@@ -83,14 +83,14 @@ def test_a_scan_holds_no_tensors_and_they_are_read_when_they_are_used(trained: R
 
 
 def test_what_a_catalog_has_committed_is_kept_without_its_tensors(trained: Run) -> None:
-    assert all(type(found.head) is Body for found in trained.catalog.recollect().checkpoints)
+    assert all(type(found.head) is Body for found in trained.catalog.survey_cached().checkpoints)
     # The one that was committed last is read by the process that waits for it, and not decoded again.
     assert isinstance(trained.catalog.read(folder(1)).head, Manifest)
 
 
 def test_tensors_that_were_used_are_kept_by_the_checkpoint_and_not_by_the_catalog(trained: Run) -> None:
     catalog = Catalog(trained.storage)
-    for look in (catalog.scan, catalog.scan, catalog.rescan):
+    for look in (catalog.scan, catalog.scan, catalog.scan_cached):
         assert all(found.manifest.tensors for found in look().checkpoints)
     assert all(type(found.head) is Body for found in catalog.scan().checkpoints)
 

@@ -55,7 +55,7 @@ def expected(framed: Frame, tensors: Sequence[torch.Tensor]) -> bytes:
 
 
 def look_away(piece: memoryview) -> None:
-    """See a piece, and do nothing."""
+    """Take a piece, and do nothing."""
 
 
 def read(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.ondisk.files import See, TensorFile
+from holdfast.ondisk.files import OnPiece, TensorFile
 from holdfast.ondisk.manifest import BLOCK_BYTES, digest_of, tensor_file_digest
 from holdfast.ondisk.regions import whole
 from holdfast.ondisk.safetensors import Frame, FramedChunk, frame
@@ -26,7 +26,7 @@ def contents() -> tuple[Frame, list[bytes]]:
     ]
 
 
-def cut(data: bytes, piece_bytes: int, see: See) -> Generator[memoryview]:
+def cut(data: bytes, piece_bytes: int, see: OnPiece) -> Generator[memoryview]:
     for start in range(0, len(data), piece_bytes):
         piece = memoryview(data)[start : start + piece_bytes]
         see(piece)
@@ -56,7 +56,7 @@ def test_the_source_is_closed_before_the_error_of_the_sink_is_raised(tmp_path: P
     data = framed.header + b"".join(chunks)
     closed: list[str] = []
 
-    def too_long(see: See) -> Generator[memoryview]:
+    def too_long(see: OnPiece) -> Generator[memoryview]:
         try:
             yield from _then(cut(data, BLOCK_BYTES, see), OSError("no more bytes from here"))
         finally:

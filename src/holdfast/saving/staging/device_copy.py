@@ -179,7 +179,7 @@ class DeviceCopier:
 
     def set_devices(self) -> None:
         """Make a device that the copies use the calling thread's current one: a new thread begins at the first device,
-        and any call there takes memory of that, whosever it is."""
+        and any call there takes memory of that"""
         for device, accelerator in self._devices.items():
             accelerator.set_device(device)
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from holdfast.saving.threads import join_all, start_all
 
-__all__ = ["Move", "move_all", "move_briefly", "move_small"]
+__all__ = ["Move", "move_all", "memmove_holding_gil", "move_small"]
 
 _MOVE_BYTES = 4 << 20
 _MAX_THREADS = 8
@@ -53,14 +53,14 @@ def move_small(targets: Sequence[int], sources: Sequence[int], sizes: Sequence[i
     costs besides its bytes is most of the time then."""
     for start in range(0, len(targets), _SMALL_MOVES):
         some = slice(start, start + _SMALL_MOVES)
-        deque(map(move_briefly, targets[some], sources[some], sizes[some]), maxlen=0)
+        deque(map(memmove_holding_gil, targets[some], sources[some], sizes[some]), maxlen=0)
 
 
 # Unlike ctypes.memmove it does not let another thread run meanwhile: with very many small copies, to take turns at each
 # would take longer than all of the copies.
-move_briefly = ctypes.PyDLL(None).memmove
-move_briefly.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-move_briefly.restype = None
+memmove_holding_gil = ctypes.PyDLL(None).memmove
+memmove_holding_gil.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+memmove_holding_gil.restype = None
 
 
 def _pieces(moves: Sequence[Move]) -> Iterator[Move]:
