@@ -175,3 +175,22 @@ def test_zeros_without_memory_are_stored_as_zeros(mode: str, tmp_path: Path) -> 
     with manager_of(tmp_path, {"a": state}, mode) as manager:
         for step in range(2):
             assert stored(saved(manager, step))["a.zeros"].tolist() == [0.0] * 4
+
+
+@pytest.mark.guarantee("G2")
+@pytest.mark.parametrize("mode", MODES)
+def test_a_subclass_that_shared_its_inner_tensors_with_other_leaves_is_stored_with_those_it_has_now(
+    mode: str, tmp_path: Path
+) -> None:
+    shared = torch.zeros(3)
+    tensors = {"a": shared, "q": TwoTensor(shared, shared)}
+    with manager_of(tmp_path, {"a": tensors}, mode) as manager:
+        assert stored(saved(manager, 0)).keys() == {"a.a"}
+        assert stored(saved(manager, 1)).keys() == {"a.a"}
+        tensors["q"] = TwoTensor(torch.ones(3), torch.full((3,), 2.0))
+        found = stored(saved(manager, 2))
+    assert {name: tensor.unique().tolist() for name, tensor in found.items()} == {
+        "a.a": [0.0],
+        "a.q.a": [1.0],
+        "a.q.b": [2.0],
+    }

@@ -1,12 +1,14 @@
 """End a manager: finish its background work, its saves and its process-wide changes, in the order that loses nothing.
 
-The parts of a manager enter when it is built; each is closed once, by the first `close`. A forked child closes nothing:
-what its parent built is its parent's.
+The parts of a manager enter when it is built. A `close` that is interrupted is finished by the next one. A forked child
+closes nothing: what its parent built is its parent's.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -24,6 +26,7 @@ class Lifetime:
     def __init__(self, run: OpenRun) -> None:
         self._run = run
         self._closed = False
+        self._ended = False
 
     def require_open(self) -> None:
         """Raise when the manager was closed, or when this process is a forked child of the one that built it."""
@@ -33,28 +36,43 @@ class Lifetime:
 
     def close(self) -> None:
         """Finish what is pending and give everything back; raise what failed, once. Idempotent."""
-        if self._closed or self._run.saver.is_inherited:
-            return
-        self._closed = True
-        self._run.deferred_rng.warn_if_unset()
-        failure = self._finish_background_work()
-        self._run.saver.close()
-        if failure is not None:
-            raise failure
+        with self._ending() as goes_on:
+            if not goes_on:
+                return
+            self._run.deferred_rng.warn_if_unset()
+            failure = self._finish_background_work()
+            self._run.saver.close()
+            if failure is not None:
+                raise failure
 
     def close_after(self, error: BaseException | None) -> None:
         """Close at the end of a `with` block. An error that ended the block is not replaced by one of closing."""
-        if self._closed or self._run.saver.is_inherited:
+        with self._ending() as goes_on:
+            if not goes_on:
+                return
+            if error is None:
+                self._run.deferred_rng.warn_if_unset()
+            failure = self._finish_background_work()
+            self._run.saver.close_after(error)
+            if failure is not None and error is None:
+                raise failure
+            if failure is not None:
+                logger.error("%s", failure)
+
+    @contextmanager
+    def _ending(self) -> Iterator[bool]:
+        """Yield whether there is anything to close. The manager has ended after the `with` block, but for an interrupt:
+        then the next `close` goes on."""
+        if self._ended or self._run.saver.is_inherited:
+            yield False
             return
         self._closed = True
-        if error is None:
-            self._run.deferred_rng.warn_if_unset()
-        failure = self._finish_background_work()
-        self._run.saver.close_after(error)
-        if failure is not None and error is None:
-            raise failure
-        if failure is not None:
-            logger.error("%s", failure)
+        try:
+            yield True
+        except Exception:
+            self._ended = True
+            raise
+        self._ended = True
 
     def _finish_background_work(self) -> HoldfastError | None:
         """Finish all that runs beside the saves. Return why reported metrics could not be written."""

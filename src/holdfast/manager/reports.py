@@ -76,13 +76,15 @@ class Reports:
         with self._lock:
             waiting = self._waiting.setdefault(pending, _Waiting(pending, self._take_failed(pending.step)))
             waiting.metrics.update(metrics)
+            # A cleanup that is submitted already runs first, and must not remove what these metrics may keep.
+            self._housekeeper.expect_note(pending.folder)
         self._housekeeper.run_in_background(partial(self._write_after, pending))
 
     def _take_failed(self, step: int) -> dict[str, Any]:
         """Remove and return what was reported of failed saves of a step. What is reported later replaces it."""
         failed = [one for one in self._waiting.values() if one.step == step and one.failed]
         for one in failed:
-            del self._waiting[one.pending]
+            self._drop(one)
         return {name: value for one in failed for name, value in one.metrics.items()}
 
     def note_commit(self) -> None:
@@ -202,7 +204,11 @@ class Reports:
         """Drop metrics, unless more were reported of their save meanwhile."""
         with self._lock:
             if written is None or waiting.metrics == written:
-                self._waiting.pop(waiting.pending, None)
+                self._drop(waiting)
+
+    def _drop(self, waiting: _Waiting) -> None:
+        self._waiting.pop(waiting.pending, None)
+        self._housekeeper.end_note(waiting.pending.folder)
 
 
 def _warn_of_loss(waiting: _Waiting, why: object) -> None:

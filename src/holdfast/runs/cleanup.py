@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from holdfast.errors import CheckpointNotFoundError, DamagedRecordError, HoldfastError, KeyMissingError
@@ -79,6 +80,8 @@ class Housekeeper:
         self._state: RetentionState | None = None
         self._unsynced: list[Checkpoint] = []
         self._suspected: dict[Checkpoint, str] = {}
+        # The folders of checkpoints that a note is still to be written on, which may be a reason to keep them.
+        self._expects_note: set[str] = set()
         self._lock = threading.Lock()
         self._warned_of_metrics = False
         weakref.finalize(self, self._worker.stop)
@@ -114,6 +117,14 @@ class Housekeeper:
         """Have these checkpoints verified by the next cleanup: a read error may have been temporary. Damage that is
         confirmed is noted on the checkpoint, which then counts for nothing and is not removed."""
         self._suspected.update(damaged)
+
+    def expect_note(self, folder: str) -> None:
+        """Keep the checkpoint in a folder until `end_note` is called: a note on it waits to be written."""
+        self._expects_note.add(folder)
+
+    def end_note(self, folder: str) -> None:
+        """Let a cleanup decide about the checkpoint in a folder again."""
+        self._expects_note.discard(folder)
 
     def wait(self) -> None:
         """Return when everything that was submitted is done."""
@@ -243,10 +254,15 @@ class Housekeeper:
     def _records(self, checkpoints: Sequence[Checkpoint]) -> list[Record]:
         return records_of(
             Scan(tuple(checkpoints), (), ()),
-            reading=self._readers.folders(),
+            held=self._held(),
             in_use=self._in_use(),
             own_line=self._own_line,
         )
+
+    def _held(self) -> dict[str, str]:
+        """Return the folders that may not be removed now, each with the reason."""
+        awaited = dict.fromkeys(list(self._expects_note), "metrics that were reported of it are not written yet")
+        return {**awaited, **dict.fromkeys(self._readers.folders(), "a process is reading it")}
 
     def _remove(self, checkpoint: Checkpoint, notes: Sequence[str]) -> bool:
         """Remove a checkpoint unless it is in use. Return False when a note was written since the plan was made, which
@@ -257,7 +273,7 @@ class Housekeeper:
             # Fewer are no reason: notes on what was removed are gone.
             if not set(self._catalog.annotations.names()) <= set(notes):
                 return False
-            if checkpoint.folder in self._readers.folders() or checkpoint.digest in self._in_use():
+            if checkpoint.folder in self._held() or checkpoint.digest in self._in_use():
                 return True
             self._uncommit(checkpoint.folder)
         self._durable.discard(checkpoint.digest)
@@ -377,12 +393,12 @@ def _log_failure(
 def records_of(
     scan: Scan,
     *,
-    reading: Set[str] = frozenset(),
+    held: Mapping[str, str] = MappingProxyType({}),
     in_use: Set[str | None] = frozenset(),
     own_line: bool = False,
 ) -> list[Record]:
-    """Return the checkpoints of a run as retention sees them. With `own_line` those outside of the lineage of the
-    newest are shielded."""
+    """Return the checkpoints of a run as retention sees them. held: the folders that stay for now, each with the
+    reason. With `own_line` those outside of the lineage of the newest are shielded."""
     newest = next((found for found in scan.checkpoints if not found.damage), None)
     line = {found.folder for found in ancestry(newest.digest, scan.checkpoints)} if newest is not None else set()
     start = start_of(newest) if own_line and newest is not None else None
@@ -402,7 +418,7 @@ def records_of(
             replaced=found.folder in replaced,
         )
         for found in scan.checkpoints
-        for shield, lasts in (_shield(found, reading, in_use, line, start),)
+        for shield, lasts in (_shield(found, held, in_use, line, start),)
     ]
 
 
@@ -419,7 +435,7 @@ def _replaced(line: Iterable[Checkpoint]) -> set[str]:
 
 def _shield(
     checkpoint: Checkpoint,
-    reading: Set[str],
+    held: Mapping[str, str],
     in_use: Set[str | None],
     line: Set[str],
     start: tuple[int, str] | None,
@@ -429,8 +445,8 @@ def _shield(
         return f"damaged, kept for inspection: {checkpoint.damage}", True
     if checkpoint.unread_notes:
         return f"what was noted on it cannot be read: {checkpoint.unread_notes[0]}", False
-    if checkpoint.folder in reading:
-        return "a process is reading it", False
+    if checkpoint.folder in held:
+        return held[checkpoint.folder], False
     if checkpoint.digest in in_use:
         return "this training continues from it", False
     return _shield_of_line(checkpoint, line, start), True

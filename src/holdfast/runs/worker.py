@@ -20,13 +20,17 @@ class WorkerThread:
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def submit(self, work: Callable[[], None]) -> None:
-        """Run a function after those that were submitted before."""
+    def start(self) -> None:
+        """Start the thread, if it does not run. A RuntimeError where the system has no more threads."""
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="holdfast-save", daemon=True)
             # Only one that runs is kept: where the system has no more threads, the next work tries again.
             thread.start()
             self._thread = thread
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Run a function after those that were submitted before."""
+        self.start()
         self._work.put(work)
 
     def wait(self) -> None:

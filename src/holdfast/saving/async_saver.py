@@ -41,6 +41,7 @@ __all__ = ["AsyncSaver", "StagedSave"]
 logger = logging.getLogger("holdfast")
 
 _CLOSING_SECONDS = 5.0
+_HANDOVER_TRIES = 100
 _FREED_AT_ONCE_BYTES = 256 << 20
 _LONGEST_SECONDS = 1e9
 
@@ -87,6 +88,8 @@ class AsyncSaver:
         self._timeout_seconds = timeout_seconds
         self._background_ranks: Ranks | None = None
         self._jobs = 0
+        # From when the writer gets a job until the worker thread has the save that the job is of.
+        self._has_job_without_save = False
 
     def stage(self, agreed: AgreedSave, pending: PendingSave) -> StagedSave:
         """Copy this rank's part into the arena, or start the copies, and give the writer its job."""
@@ -119,11 +122,27 @@ class AsyncSaver:
             timeout_seconds=self._timeout_seconds,
             owner=owner,
         )
-        self.worker.submit(background.run)
+        self._hand_over(background, pending)
         del background
         if failure is not None and (self._ranks.size == 1 or not isinstance(failure, Exception)):
             pending.wait()
             raise failure
+
+    def _hand_over(self, background: BackgroundSave, pending: PendingSave) -> None:
+        """Give a save to the worker thread, and have the next save wait for it. An interrupt that comes meanwhile is
+        raised after that: the writer has its job, and must not be left alone with it."""
+        self.worker.start()
+        interrupt: BaseException | None = None
+        for _ in range(_HANDOVER_TRIES):
+            try:
+                self._current.latest = pending
+                self.worker.submit(background.run)
+                self._has_job_without_save = False
+                break
+            except BaseException as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
 
     def releases(self, *, at_exit: bool) -> list[Callable[[], None]]:
         """Return what has to be called, each whatever the others raise, to release everything but the connection. At
@@ -163,6 +182,7 @@ class AsyncSaver:
         eager = bool(ACCELERATORS.among(captured.devices))
         job = self._next_job(agreed, own.number, self.stager.stage_plain(plain), eager=eager)
         handoff.names = _file_names(job, images)
+        self._has_job_without_save = True
         writer.send(job)
         # Not before: the cleanup after a failure waits for a reply of this writer.
         handoff.number, handoff.writer, handoff.arena = job.number, writer, arena
@@ -179,6 +199,10 @@ class AsyncSaver:
 
     def _discard_dead_writer(self) -> None:
         last, writer = self._current.latest, self.supervisor.writer
+        if self._has_job_without_save and writer is not None:
+            # After an interrupt: nothing will tell it to commit or to discard, and it may be reading the arena.
+            writer.kill()
+        self._has_job_without_save = False
         if self.supervisor.discard_dead_writer(last.step if last is not None and last.error is None else None):
             self.stager.close()
         if writer is not None and self.supervisor.writer is None:

@@ -76,8 +76,11 @@ class BackgroundSave:
         self._saved: Saved | None = None
 
     def run(self) -> None:
-        """Return when the save has ended and its outcome is recorded in the pending save."""
+        """Return when the save has ended and its outcome is recorded in the pending save. It is carried out once, also
+        if it was submitted twice, because an interrupt had come when it was."""
         pending = self._pending
+        if pending.done():
+            return
         pending.mark_worker()
         try:
             saved = self._agree()

@@ -99,7 +99,15 @@ def outcome_from_storage(error: Exception, catalog: Catalog, folder: str, *, may
 
 
 def discard_files(names: Sequence[str], folder: str, catalog: Catalog) -> None:
-    """Remove files of an abandoned attempt. Only called when no manifest can be there; what stays is debris."""
+    """Remove files of an abandoned attempt. What stays is debris. Nothing of a folder with a manifest is removed: it is
+    a checkpoint, whatever is known of its save."""
+    try:
+        if any(entry.name == paths.MANIFEST for entry in catalog.storage.entries(folder)):
+            logger.warning("%s was committed, so its files stay", folder)
+            return
+    except StorageError as error:
+        logger.debug("%s cannot be listed, so its files stay: %s", folder, error)
+        return
     for name in names:
         try:
             catalog.storage.delete(paths.key(folder, name))

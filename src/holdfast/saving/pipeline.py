@@ -221,12 +221,19 @@ class Saver:
         try:
             yield
         except KeyboardInterrupt as error:
-            self._completion.fail(pending, as_save_error(error, pending.step))
+            self._fail(pending, as_save_error(error, pending.step))
             raise
         except Exception as error:
             failure = as_save_error(error, pending.step)
-            self._completion.fail(pending, failure)
+            self._fail(pending, failure)
             raise failure from error
+
+    def _fail(self, pending: PendingSave, failure: HoldfastError) -> None:
+        """Record a failure that is raised now. A save that the worker thread has goes on, whatever ends the call."""
+        if self._current.latest is not pending:
+            self._completion.fail(pending, failure)
+        elif pending.done():
+            pending.reported = True
 
     # The save under way
 
@@ -328,12 +335,22 @@ class Saver:
         """Release everything. What one part of it raises must not keep the others: a lease that is not released, or a
         thread that stays, would be found out much later."""
         memory = self._async.releases(at_exit=at_exit)
-        for release in [*memory, self._ring.close, self._coordinator.release_run, self._async.worker.stop]:
+        interrupt: BaseException | None = None
+        for release in [
+            *memory,
+            self._ring.close,
+            self._coordinator.release_run,
+            self._async.worker.stop,
+            self._async.disconnect,
+        ]:
             try:
                 release()
             except Exception as error:
                 logger.warning("closing the run %s: %s: %s", self._url, type(error).__name__, error)
-        self._async.disconnect()
+            except BaseException as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
 
 
 _savers: weakref.WeakSet[Saver] = weakref.WeakSet()

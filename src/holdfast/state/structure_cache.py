@@ -134,6 +134,8 @@ def remember(tree: CapturedTree, state: Any) -> Remembered | None:
 def _structure(state: Any, values: Json, tree: CapturedTree, found: list[torch.Tensor]) -> _Node | None:
     """Return the structure of a state, next to its encoded form; None where a tensor hides in something else."""
     if isinstance(state, torch.Tensor):
+        if not isinstance(values, dict) or values.keys() != {"$tensor"}:
+            return None  # of a wrapper subclass: its context and the tensors in it are no part of a signature
         found.append(state)
         return _Tensor(_raw(values))
     if isinstance(values, dict) and _is_plain(state) and tuple(values) == tuple(state):

@@ -180,3 +180,31 @@ def test_metrics_go_to_the_save_that_they_were_reported_of_where_several_have_it
         storage.may_go_on.set()
     found = {checkpoint.progress["number"]: checkpoint.metrics for checkpoint in holdfast.checkpoints(tmp_path)}
     assert found == {number: {"loss": float(number)} for number in range(3)}
+
+
+@pytest.mark.guarantee("G4")
+def test_a_cleanup_that_was_submitted_before_the_metrics_of_a_pending_save_does_not_remove_it(tmp_path: Path) -> None:
+    storage = Stumbling(tmp_path)
+    storage.may_go_on.set()
+    removing, go_on = threading.Event(), threading.Event()
+
+    def on_event(event: holdfast.Event) -> None:
+        if event.kind == "pruned" and event.step == 1:
+            removing.set()
+            assert go_on.wait(_PATIENCE_SECONDS)
+
+    keep = holdfast.KeepLast(1) | holdfast.KeepBest("loss", 1)
+    with opened(storage, keep=keep, on_event=on_event) as manager:
+        for step in range(3):
+            manager.save(step, metrics={"loss": 0.9 + step / 100}).wait()
+        # A removal that takes long, and behind it the cleanup after step 3.
+        assert removing.wait(_PATIENCE_SECONDS)
+        manager.save(3, metrics={"loss": 0.95}).wait()
+        storage.may_go_on.clear()
+        manager.save(4)
+        assert manager.report(4, {"loss": 0.1})
+        storage.may_go_on.set()
+        manager.save(5, metrics={"loss": 0.97}).wait()
+        go_on.set()
+    assert [(found.step, found.metrics["loss"]) for found in holdfast.checkpoints(tmp_path)] == [(5, 0.97), (4, 0.1)]
+    assert holdfast.resolve(tmp_path, "best:loss").step == 4

@@ -54,3 +54,12 @@ def test_files_of_an_abandoned_attempt_are_removed_and_missing_ones_ignored() ->
     catalog.storage.put("step-000000002/a", b"x")
     discard_files(["a", "b"], "step-000000002", catalog)
     assert not list(catalog.storage.entries("step-000000002"))
+
+
+@pytest.mark.guarantee("G1")
+def test_no_file_of_a_committed_checkpoint_is_removed(caplog: pytest.LogCaptureFixture) -> None:
+    catalog = saved()
+    names = [entry.name for entry in catalog.storage.entries("step-000000001")]
+    discard_files(names, "step-000000001", catalog)
+    assert [entry.name for entry in catalog.storage.entries("step-000000001")] == names
+    assert "was committed, so its files stay" in caplog.text

@@ -117,6 +117,10 @@ class Writer:
             raise SaveFailedError("the writer accepted no more commands and was ended") from error
         except OSError as error:
             raise self._gone() from error
+        except BaseException:
+            # Such as an interrupt: half of the message may have been sent, and what follows would not be understood.
+            self.kill()
+            raise
 
     def use_arena(self, arena: Arena) -> None:
         """Send the arena, unless the writer has it already."""

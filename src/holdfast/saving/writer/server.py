@@ -114,15 +114,21 @@ class _Writer:
         elif isinstance(command, Job):
             self._job, self._created, self._sealed = command, [], False
             self._reply_to(command, self._write)
-        elif isinstance(command, Commit) and self._job is None:
-            self._send(Failed(command.number, error_record(SaveFailedError("there is nothing to commit"))))
-        elif isinstance(command, Commit) and self._job is not None:
-            self._reply_to(self._job, partial(self._commit, waits=command.waits))
+        elif isinstance(command, Commit):
+            job = self._job
+            if job is None or job.number != command.number:
+                self._send(Failed(command.number, error_record(SaveFailedError("there is nothing to commit"))))
+            else:
+                self._reply_to(job, partial(self._commit, waits=command.waits))
         elif isinstance(command, Discard):
-            if self._job is not None and not (self._sealed and self._job.rank == 0):
-                self._remove(self._job, self._created)
-            self._job = None
+            if self._job is not None and self._job.number == command.number:
+                self._discard(self._job)
             self._send(Discarded(command.number))
+
+    def _discard(self, job: Job) -> None:
+        if not (self._sealed and job.rank == 0):
+            self._remove(job, self._created)
+        self._job = None
 
     def _reply_to(self, job: Job, work: Callable[[Job], Reply]) -> None:
         """Do the work and send its outcome. A trainer that is gone meanwhile is noticed at the next `receive`."""

@@ -52,9 +52,10 @@ class WriterSupervisor:
 
     def shut_down(self) -> None:
         """Let the writer finish and exit, if there is one."""
-        writer, self.writer = self.writer, None
-        if writer is not None:
-            writer.shut_down()
+        if self.writer is not None:
+            self.writer.shut_down()
+        # Not before: after an interrupt it is shut down again.
+        self.writer = None
 
     def _running_writer(self) -> Writer:
         if self.writer is None:

@@ -107,6 +107,18 @@ def test_what_is_given_up_is_removed(talk: Talk) -> None:
     arena.close()
 
 
+def test_a_command_about_another_save_changes_nothing(talk: Talk) -> None:
+    arena = hand_over(talk)
+    assert talk.ask(job(plain=(PlainImage("values.json", 0, 100),))) == Written(1, 100)
+    other = talk.ask(Commit(9))
+    assert isinstance(other, Failed)
+    assert other.number == 9
+    assert talk.ask(Discard(9)) == Discarded(9)
+    assert talk.storage.read(f"{FOLDER}/values.json", 1000) == bytes(range(100))
+    assert isinstance(talk.ask(Commit(1)), Committed)
+    arena.close()
+
+
 def test_a_commit_that_does_not_wait_fails_at_once_where_a_part_is_missing(talk: Talk) -> None:
     arena = hand_over(talk)
     assert talk.ask(job(size=2, plain=(PlainImage("values.json", 0, 100),))) == Written(1, 100)
