@@ -1,11 +1,12 @@
-# `make demo` shows it, `make check` is for every change, `make test` proves it; each sets up .venv itself.
+# `make demo` shows it, `make check` is for every change, `make test` proves it, `make integrations` with other people's
+# loops; each sets up .venv itself.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 BENCH := $(VENV)/.bench
 
-.PHONY: demo check test lint types unit fast images bench nemo frameworks clean
+.PHONY: demo check test lint types unit fast images integrations bench nemo frameworks clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -35,7 +36,13 @@ WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 unit: $(READY) images
-	$(PYTEST)
+	$(PYTEST) $(addprefix --ignore=,$(INTEGRATIONS))
+
+# Other people's loops and loaders: transformers, Lightning, Accelerate, torchdata.
+INTEGRATIONS := tests/integrations tests/distributed/test_loader_matrix.py
+
+integrations: $(READY)
+	$(PYTEST) $(INTEGRATIONS)
 
 # Half of their time is waiting, so there are more workers than processors.
 fast: WORKERS = 4
