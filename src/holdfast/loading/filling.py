@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from holdfast.errors import CorruptCheckpointError, StorageError
+from holdfast.loading.aliases import refuse_conflicts
 from holdfast.loading.files import check_sizes
 from holdfast.loading.match import Place
 from holdfast.loading.read import check_bytes, read
@@ -24,18 +25,31 @@ __all__ = ["Filling"]
 
 
 class Filling:
-    """The memory of one rank that is filled from one checkpoint."""
+    """The memory of one rank that is filled from one checkpoint. `copied` are requests for live tensors that nothing is
+    read into: a dict copies new memory to them."""
 
-    def __init__(self, checkpoint: Checkpoint, requests: Sequence[Request], verify: Verify, place: Place) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        requests: Sequence[Request],
+        verify: Verify,
+        place: Place,
+        copied: Sequence[Request] = (),
+    ) -> None:
         self._checkpoint = checkpoint
         self._fresh = [request for request in requests if request.fresh]
         self._live = [request for request in requests if not request.fresh]
+        self._copied = copied
         self._verify = verify
         self._place = place
         self._side_buffers = SideBuffers()
 
     def check(self) -> tuple[str, ...]:
-        """Fill new memory, and return the damage in what this rank needs. The live tensors stay as they are."""
+        """Fill new memory, and return the damage in what this rank needs. The live tensors stay as they are.
+
+        Live tensors that share memory, and cannot all get what was saved for them, are an error.
+        """
+        refuse_conflicts(self._checkpoint, [*self._live, *self._copied], checked=self._verify == "full")
         if self._verify != "full":
             problems = check_sizes(self._checkpoint, self._live) if self._verify == "quick" else []
             return _texts(problems + self._read(self._fresh, checked=False))

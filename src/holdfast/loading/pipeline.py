@@ -144,7 +144,8 @@ class _Attempt:
             # Any other StorageError means that the storage cannot be read now: an error on all ranks, and no damage.
             return MatchReport(damage=(str(error),))
         wanted = [wish for one in self._matched.fitted for wish in one.requests]
-        self._filling = Filling(checkpoint, wanted, request.verify, self._place)
+        copied = [wish for one in self._matched.fitted for wish in one.copied]
+        self._filling = Filling(checkpoint, wanted, request.verify, self._place, copied)
         return self._matched.report(request)
 
     def _judge(self, reports: list[MatchReport]) -> Verdict:

@@ -300,6 +300,16 @@ def _is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
+def local_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the plain tensors that hold this rank's part of a tensor: several for one of a wrapper subclass."""
+    if type(tensor) in PLAIN_TYPES:
+        return [tensor.detach()]
+    flat = flattened(tensor)
+    if flat is not None:
+        return [part for inner in flat.tensors.values() for part in local_parts(inner)]
+    return [(tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()]
+
+
 def shares_elements(tensor: torch.Tensor) -> bool:
     """Return whether several elements are one in memory, as `expand` makes them: such a tensor can only be read."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor

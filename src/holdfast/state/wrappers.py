@@ -5,7 +5,7 @@ A user's object enters a wrapper; what a save and a restore ask of it leaves. Im
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from holdfast.errors import StateMismatchError, UsageError
@@ -199,7 +199,7 @@ def _filled(live: Any, saved: Any) -> Any:
     import torch
 
     if isinstance(live, torch.Tensor) and isinstance(saved, torch.Tensor):
-        if live is saved or (live.dtype, live.shape) != (saved.dtype, saved.shape):
+        if not _is_fillable(live, saved):
             return saved
         try:
             with torch.no_grad():
@@ -212,6 +212,26 @@ def _filled(live: Any, saved: Any) -> Any:
     elif isinstance(live, list | tuple) and isinstance(saved, list) and len(live) == len(saved):
         saved[:] = map(_filled, live, saved)
     return saved
+
+
+def filled_pairs(live: Any, saved: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the tensors of a dict that `load_state` tries to fill in their own memory, each with the saved one. Saved
+    tensors need not be filled yet; nothing changes."""
+    import torch
+
+    if isinstance(live, torch.Tensor) and isinstance(saved, torch.Tensor):
+        if _is_fillable(live, saved):
+            yield live, saved
+    elif isinstance(live, Mapping) and isinstance(saved, dict):
+        for key, value in saved.items():
+            yield from filled_pairs(live.get(key), value)
+    elif isinstance(live, list | tuple) and isinstance(saved, list) and len(live) == len(saved):
+        for one, value in zip(live, saved, strict=True):
+            yield from filled_pairs(one, value)
+
+
+def _is_fillable(live: Any, saved: Any) -> bool:
+    return live is not saved and (live.dtype, live.shape) == (saved.dtype, saved.shape)
 
 
 def check_plain_state(component: Any, state: Any) -> None:

@@ -36,7 +36,8 @@ class Place:
 
 @dataclass(slots=True)
 class Fitted:
-    """One component fitted to its saved state. `take_up` hands the state over once the requests are filled.
+    """One component fitted to its saved state. `take_up` hands the state over once the requests are filled; where it
+    copies their memory to live tensors, `copied` has requests for the same content with these as targets.
 
     `unused` are leaves of the checkpoint that this rank has no place for; another rank that takes from the same of
     the `trees` may have one. `accepted` are the differences that a loose restore lets pass, `renamed` and `cast` the
@@ -51,6 +52,7 @@ class Fitted:
     skipped: str = ""
     trees: tuple[str, ...] = ()
     requests: list[Request] = field(default_factory=list)
+    copied: list[Request] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)

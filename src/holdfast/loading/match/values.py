@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from holdfast.errors import HoldfastError, StateMismatchError
 from holdfast.loading.match.forms import is_castable_form
 from holdfast.loading.match.matching import Matching
 from holdfast.loading.match.pending import decode_values
+from holdfast.loading.requests import Request
 from holdfast.loading.suggestions import CASTABLE
 from holdfast.ondisk import paths
 from holdfast.ondisk.manifest import TreeRecord
@@ -19,8 +21,8 @@ from holdfast.state.descriptions import differing_values
 from holdfast.state.names import is_loader, unwrap
 from holdfast.state.rng import RNGState, check_rng_state, random_state_kept
 from holdfast.state.state_dicts import load_values, tree_of
-from holdfast.state.tensors import any_sharded, is_sharded
-from holdfast.state.wrappers import PerRank, check_plain_state, has_plain_state, load_state
+from holdfast.state.tensors import any_sharded, is_sharded, local_parts, shares_elements
+from holdfast.state.wrappers import PerRank, check_plain_state, filled_pairs, has_plain_state, load_state
 
 __all__ = ["match_values", "match_world"]
 
@@ -47,6 +49,8 @@ def match_values(matching: Matching, tree: TreeRecord) -> None:
     except StateMismatchError as error:
         raise error.at(component=matching.fitted.component) from None
     keys = _common_keys(matching, tree, inner, state.preview) if isinstance(inner, dict) else None
+    if isinstance(inner, dict):
+        matching.fitted.copied += _copies(matching.fitted.requests, inner, _only(state.preview, keys))
     matching.fitted.take_up = lambda: load_state(inner, _only(state.value(), keys))
 
 
@@ -96,6 +100,19 @@ def _common_keys(
             + (CASTABLE if is_castable_form(before, now) else ""),
         )
     return live.keys() & saved.keys()
+
+
+def _copies(requests: Sequence[Request], live: Mapping[Any, Any], saved: Any) -> Iterator[Request]:
+    """Yield requests for the live tensors that a dict copies the content of new memory to."""
+    by_address = {request.target.data_ptr(): request for request in requests}
+    for one, new in filled_pairs(live, saved):
+        # Such a tensor takes no copy: the dict gets the new one in its place.
+        if one.layout is not torch.strided or one.is_inference() or shares_elements(one):
+            continue
+        for target, memory in zip(local_parts(one), local_parts(new), strict=False):
+            request = by_address.get(memory.data_ptr())
+            if request is not None and target.shape == memory.shape:
+                yield replace(request, target=target, fresh=False)
 
 
 def _live_state(matching: Matching, tree: TreeRecord, excluded: Set[str]) -> Any:
