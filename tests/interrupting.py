@@ -36,11 +36,13 @@ def _interrupted_at(number: int, work: Callable[[], object], only_if: Callable[[
 
     def strike(frame: FrameType, event: str, argument: object) -> None:
         nonlocal count, place
-        if event not in ("call", "c_return") or not frame.f_code.co_filename.startswith(_PLACES) or not only_if():
+        # No generator that goes on: an error of the profiler ends it without its `finally`, a signal does not.
+        is_moment = event == "c_return" or (event == "call" and frame.f_lasti < 0)
+        if not is_moment or not frame.f_code.co_filename.startswith(_PLACES) or not only_if():
             return
         count += 1
         if count == number:
-            place = f"moment {number}: {event} in {frame.f_code.co_filename}:{frame.f_lineno}"
+            place = f"moment {number}: {event} in {frame.f_code.co_name} at {frame.f_code.co_filename}:{frame.f_lineno}"
             raise KeyboardInterrupt
 
     sys.setprofile(strike)
