@@ -23,6 +23,7 @@ from holdfast.loading.resolve import candidates
 from holdfast.ranks.base import Ranks, on_leader
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint, Skipped
+from holdfast.runs.interrupts import finish
 from holdfast.runs.readers import reading
 from holdfast.runs.selector import Selector
 
@@ -80,14 +81,14 @@ class Candidates:
         try:
             self._take(on_leader(self._ranks, "resolve", self._resolve, returns=_Choice))
         except BaseException:
-            self._claim.close()
+            finish(self._claim.close)
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._claim.close()
+        finish(self._claim.close)
 
     def __iter__(self) -> Iterator[Candidate]:
         """Return the candidates, each of which is claimed. Call `give_up` before the next one is taken."""

@@ -150,18 +150,36 @@ class Attempts:
         """Return whether the manifest's name is free: neither committed nor closed."""
         return all(entry.name != paths.MANIFEST for entry in self._storage.entries(folder))
 
+    def open_here(self, step: int, lease: int) -> list[str]:
+        """Return the folders that this process has made for a step under this lease and in which nothing is committed.
+        Other folders are not looked into."""
+        found = []
+        for entry in self._storage.entries(""):
+            parsed = paths.parse_folder(entry.name) if entry.is_folder else None
+            if parsed is None or parsed.step != step or not self.is_open(entry.name):
+                continue
+            record = self.record(entry.name)
+            if record.writer == this_process() and record.lease == lease:
+                found.append(entry.name)
+        return found
+
     def close_older(self, number: int) -> None:
         """Close every open attempt of a lease below this number, so that it can never be committed: the first process
         that creates the manifest's name has it."""
         for folder in self.open_folders():
             if self.record(folder).lease >= number:
                 continue
-            why = {"by": number, "at": timestamp()}
-            try:
-                self._storage.put(paths.key(folder, paths.MANIFEST), encode_abandoned(why))
-            except KeyExistsError:
-                continue
-            self._storage.sync(folder)
+            self.close(folder, by=number)
+
+    def close(self, folder: str, *, by: int | str) -> bool:
+        """Close an attempt, so that it can never be committed; return False where it is committed or closed. `by`: the
+        number of the lease that closes it, or the reason."""
+        try:
+            self._storage.put(paths.key(folder, paths.MANIFEST), encode_abandoned({"by": by, "at": timestamp()}))
+        except KeyExistsError:
+            return False
+        self._storage.sync(folder)
+        return True
 
     def seconds_since_closed(self, folder: str) -> float:
         """Return how long ago an attempt was closed; 0 where that is not known."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
 
 from holdfast.errors import HoldfastError, KeyExistsError, StorageError
 from holdfast.ondisk import paths
@@ -50,7 +51,8 @@ class Heartbeat:
         self._interval_seconds = interval_seconds
         self._only_if = only_if
         self._token = token
-        self._stopped = threading.Event()
+        # No threading.Event: an interrupt in its `set` can leave its lock locked for ever, and with it the thread.
+        self._stop: SimpleQueue[None] = SimpleQueue()
         self._warned = False
 
     @classmethod
@@ -69,7 +71,7 @@ class Heartbeat:
         threading.Thread(target=self._run, name="holdfast-lease", daemon=True).start()
 
     def stop(self) -> None:
-        self._stopped.set()
+        self._stop.put(None)
 
     def beat(self) -> bool:
         """Add one beat; False when there is nothing to keep alive any more."""
@@ -109,7 +111,7 @@ class Heartbeat:
         return claim is None or claim.token != self._token
 
     def _run(self) -> None:
-        while not self._stopped.wait(self._interval_seconds):
+        while not self._is_stopped_within(self._interval_seconds):
             try:
                 if self._only_if() and not self.beat():
                     return
@@ -117,3 +119,10 @@ class Heartbeat:
                 if not self._warned:
                     self._warned = True
                     logger.warning("a heartbeat could not be written to the run, and is tried again: %s", error)
+
+    def _is_stopped_within(self, seconds: float) -> bool:
+        try:
+            self._stop.get(timeout=seconds)
+        except Empty:
+            return False
+        return True

@@ -1,7 +1,8 @@
 """Readers of checkpoints: each has a claim, so that no cleanup removes the bytes meanwhile. Knows storage, not torch.
 
 A reader on this machine is looked up among the processes. One elsewhere counts as gone when no heartbeat has come for
-as long as its claim states, by the clock of the process that watches.
+as long as its claim states, by the clock of the process that watches. A claim of this very process counts only while
+something in it reads: an interrupt can leave one behind, and the process may live for weeks.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from holdfast.errors import DamagedRecordError, HoldfastError, StorageError
 from holdfast.ondisk import paths
@@ -29,6 +31,7 @@ from holdfast.runs.claims import (
 )
 from holdfast.runs.clock import Clock
 from holdfast.runs.heartbeat import Heartbeat
+from holdfast.runs.interrupts import finish
 from holdfast.runs.process_identity import is_alive, this_process
 from holdfast.storage.base import Storage
 
@@ -36,26 +39,49 @@ logger = logging.getLogger("holdfast")
 
 __all__ = ["Readers", "reader_claims", "reading"]
 
+# The names of the claims by which this process reads now. Adding and removing one are single operations of the
+# interpreter: a lock could be left locked by a fork or an interrupt.
+_in_use: set[str] = set()
+
 
 @contextmanager
 def reading(storage: Storage, folder: str) -> Iterator[None]:
     """Claim a checkpoint for reading, so that its bytes are not removed meanwhile. Read its manifest only inside: one
     that was removed before is missing then. Where nothing can be written there is no claim."""
     name = f"{folder}--{uuid.uuid4().hex[:12]}"
+    heartbeat = Heartbeat(storage, paths.READERS, name, DEFAULT_TIMEOUT_SECONDS / BEATS_PER_TIMEOUT)
+    end = partial(_end_reading, storage, name, heartbeat)
+    # Before the claim is made: an interrupt may come right after it.
+    try:
+        if _has_claimed(storage, folder, name):
+            heartbeat.start()
+        yield
+    finally:
+        try:
+            end()
+        except BaseException:
+            finish(end)
+            raise
+
+
+def _has_claimed(storage: Storage, folder: str, name: str) -> bool:
+    """Make the claim; return False where nothing can be written."""
     claim = Claim.of(this_process(), DEFAULT_TIMEOUT_SECONDS)
+    _in_use.add(name)
     try:
         storage.put(claim_key(paths.READERS, name, CLAIM), encode_record(claim))
     except StorageError as error:
         logger.debug("%s is read without a claim: %s", folder, error)
-        yield
-        return
-    heartbeat = Heartbeat(storage, paths.READERS, name, DEFAULT_TIMEOUT_SECONDS / BEATS_PER_TIMEOUT)
-    heartbeat.start()
-    try:
-        yield
-    finally:
-        heartbeat.stop()
-        _forget_reader(storage, name)
+        return False
+    return True
+
+
+def _end_reading(storage: Storage, name: str, heartbeat: Heartbeat) -> None:
+    """Remove the claim, if there is one. Can be repeated after an interrupt."""
+    heartbeat.stop()
+    # First: a claim that cannot be removed here and now is one that the next cleanup of this process removes.
+    _in_use.discard(name)
+    _forget_reader(storage, name)
 
 
 @dataclass(slots=True)
@@ -91,7 +117,7 @@ class Readers:
             return False
         alive = is_alive(claim.holder)
         if alive is not None:
-            return alive
+            return alive and (name in _in_use or claim.holder != this_process())
         last, since = self._seen.get(name, (-1, 0.0))
         if beat != last:
             self._seen[name] = (beat, self.clock.now())

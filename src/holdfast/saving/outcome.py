@@ -23,7 +23,16 @@ from holdfast.ondisk import paths
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint
 
-__all__ = ["Saved", "as_save_error", "discard_files", "find_committed", "is_agreed_error", "outcome_from_storage"]
+__all__ = [
+    "InterruptedSaveError",
+    "Saved",
+    "as_save_error",
+    "discard_files",
+    "find_committed",
+    "is_agreed_error",
+    "outcome_from_storage",
+    "settle_interrupted",
+]
 
 logger = logging.getLogger("holdfast")
 
@@ -52,13 +61,18 @@ class Saved(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
+class InterruptedSaveError(SaveFailedError):
+    """The failure of a save that an interrupt ended, in its events and its handle. The caller gets the interrupt."""
+
+
 def as_save_error(error: BaseException, step: int) -> HoldfastError:
     """Return any failure of a save as the error that the caller gets."""
     if isinstance(error, HoldfastError):
         if type(error) is HoldfastError:  # what some rank's own code raised, passed on by its name
             return SaveFailedError(**{**error.fields, "step": step})
         return error.at(step=step)
-    return SaveFailedError(f"{type(error).__name__}: {error}", step=step)
+    kind = SaveFailedError if isinstance(error, Exception) else InterruptedSaveError
+    return kind(f"{type(error).__name__}: {error}", step=step)
 
 
 def is_agreed_error(error: BaseException) -> bool:
@@ -96,6 +110,25 @@ def outcome_from_storage(error: Exception, catalog: Catalog, folder: str, *, may
     if isinstance(error, RankError):
         raise RankError(**{**error.fields, "advice": f"{error.advice}; {later}"}) from error
     raise SaveUncertainError(f"the save was cut off: {_one_line(error)}", advice=later) from error
+
+
+def settle_interrupted(catalog: Catalog, folder: str) -> Saved | None:
+    """Return what is committed in the folder of an interrupted save of this process. Where nothing is, close the
+    attempt, so that nothing will be, and remove what was written. Can be repeated after another interrupt."""
+    try:
+        if not catalog.attempts.is_taken(folder):
+            return None
+        # The name of the manifest decides: a request to create it may still be on its way to the storage.
+        if not catalog.attempts.close(folder, by="interrupt"):
+            found = find_committed(catalog, folder)
+            if found is not None:
+                return found
+        catalog.attempts.clear(folder)
+        # Without a record of its writer, the next cleanup removes the folder.
+        catalog.storage.delete(paths.key(folder, paths.ATTEMPT))
+    except HoldfastError as error:
+        logger.warning("%s, whose save was interrupted, could not be cleaned up: %s", folder, _one_line(error))
+    return None
 
 
 def discard_files(names: Sequence[str], folder: str, catalog: Catalog) -> None:

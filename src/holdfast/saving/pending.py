@@ -23,6 +23,8 @@ class PendingSave:
     def __init__(self, step: int, rank: int, on_event: Callable[[Event], None]) -> None:
         self.step = step
         self.folder = ""
+        # The folder in which this process writes before the call returns; empty where the writer process does.
+        self.attempt = ""
         self.size_bytes = 0
         self.written_bytes: Callable[[], int] = lambda: 0
         self.error: HoldfastError | None = None

@@ -17,7 +17,7 @@ from holdfast.saving.commit import commit
 from holdfast.saving.coordinator import Coordinator
 from holdfast.saving.files import plain_files, with_sources
 from holdfast.saving.messages import Receipt
-from holdfast.saving.outcome import Saved, discard_files, is_agreed_error, outcome_from_storage
+from holdfast.saving.outcome import Saved, discard_files, is_agreed_error, outcome_from_storage, settle_interrupted
 from holdfast.saving.pending import PendingSave
 from holdfast.saving.ring import Ring
 from holdfast.saving.write import write
@@ -78,10 +78,11 @@ def write_together(
     leader. If one rank cannot write, nothing can refer to what the others wrote, and all of it is removed."""
     created: list[str] = []
     receipts: list[Receipt] = []
+    pending.attempt = folder
     try:
         with pending.phase("write"):
             ranks.decide("write", partial(part, created), receipts.extend, sends=Receipt, returns=None)
-    except (Exception, KeyboardInterrupt):
+    except (Exception, KeyboardInterrupt, SystemExit):
         # Safe also when only this rank failed: the commit waits for every rank to have passed this agreement.
         names = [*created, paths.ATTEMPT] if ranks.rank == 0 else created
         discard_files(names, folder, catalog)
@@ -93,15 +94,35 @@ def write_together(
 def commit_together(
     work: Callable[[], Saved], folder: str, pending: PendingSave, catalog: Catalog, ranks: Ranks
 ) -> Saved:
-    """Do the work, which commits, on the leader; return the outcome on every rank."""
+    """Do the work, which commits, on the leader; return the outcome on every rank. An interrupt after the commit is
+    raised on the leader when the others have the outcome: all of them have to know that the checkpoint exists."""
+    interrupts: list[BaseException] = []
     with pending.phase("commit"):
         try:
-            return on_leader(ranks, "commit", work, returns=Saved)
+            hold = partial(_commit_and_hold, work, folder, catalog, interrupts)
+            saved = on_leader(ranks, "commit", hold, returns=Saved)
         except Exception as error:
             if ranks.size == 1 or is_agreed_error(error):
                 raise
             # The leader, or the connection to it, was lost in the very moment of the commit.
-            return outcome_from_storage(error, catalog, folder, may_come_later=ranks.rank != 0)
+            saved = outcome_from_storage(error, catalog, folder, may_come_later=ranks.rank != 0)
+    if interrupts:
+        raise interrupts[0]
+    return saved
+
+
+def _commit_and_hold(
+    work: Callable[[], Saved], folder: str, catalog: Catalog, interrupts: list[BaseException]
+) -> Saved:
+    """Do the work, which commits. An interrupt before the commit is raised; one after it is added to `interrupts`."""
+    try:
+        return work()
+    except (KeyboardInterrupt, SystemExit) as interrupt:
+        saved = settle_interrupted(catalog, folder)
+        if saved is None:
+            raise
+        interrupts.append(interrupt)
+        return saved
 
 
 def announce(checkpoint: Checkpoint, catalog: Catalog, *, links: bool) -> Saved:

@@ -50,7 +50,11 @@ class TrainingLineage:
         """Start a new lineage: the next save has no parent, and no step counts as committed. `own` holds until then."""
         self.head, self._lineage, self._segment, self.own = None, Lineage(), draw_segment(), own
 
-    def append(self, sequence: int, segment: str) -> None:
-        """Add a checkpoint that this training has just committed."""
-        self._lineage = self._lineage.followed_by(sequence, segment)
-        self.own = (self.own or Lineage()).followed_by(sequence, segment)
+    def append(self, sequence: int, segment: str, digest: str) -> None:
+        """Add a checkpoint that this training has just committed, once."""
+        if self.head == digest:
+            return
+        lineage = self._lineage.followed_by(sequence, segment)
+        own = (self.own or Lineage()).followed_by(sequence, segment)
+        # Together: an interrupt comes at a call, so never between these.
+        self._lineage, self.own, self.head = lineage, own, digest

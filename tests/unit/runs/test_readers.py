@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,12 +14,15 @@ from holdfast.ranks.single import Alone
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.cleanup import Housekeeper
 from holdfast.runs.heartbeat import Heartbeat
-from holdfast.runs.process_identity import Identity, birth_of
+from holdfast.runs.process_identity import Identity, birth_of, this_process
 from holdfast.runs.readers import Readers, reading
 from holdfast.runs.retention import KeepLast
 from holdfast.runs.selector import Selector
 from holdfast.saving.pipeline import Saver
+from holdfast.storage.base import Storage
+from holdfast.storage.local.local import LocalStorage
 from holdfast.testing import MemoryStorage
+from tests.interrupting import interrupt_everywhere
 from tests.unit.runs.scene import (
     GONE,
     HOST,
@@ -47,6 +53,76 @@ def test_a_reader_that_fails_leaves_nothing(storage: Any) -> None:
 def test_where_nothing_can_be_written_there_is_reading_all_the_same() -> None:
     with reading(MemoryStorage(capacity_bytes=0), "step-000000001"):
         pass
+
+
+def heartbeats() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "holdfast-lease"}
+
+
+@pytest.mark.parametrize("door", [MemoryStorage, LocalStorage])
+def test_an_interrupt_at_any_moment_leaves_neither_a_claim_nor_a_thread(door: type, tmp_path: Path) -> None:
+    storage: Storage = door(str(tmp_path / "run"))
+    before = heartbeats()
+
+    def read() -> None:
+        with reading(storage, "step-000000001"):
+            pass
+
+    moments = 0
+    for place in interrupt_everywhere(read):
+        assert names(storage, "readers") == [], place
+        for thread in heartbeats() - before:
+            thread.join(60)
+        assert heartbeats() <= before, place
+        moments += 1
+    assert moments > 30
+
+
+@pytest.mark.parametrize("operation", ["list readers", "delete"])
+def test_an_interrupt_of_the_cleanup_is_raised_after_it(operation: str) -> None:
+    def strike() -> None:
+        raise KeyboardInterrupt
+
+    storage = Meeting(MemoryStorage(), do=strike)
+    claim = reading(storage, "step-000000001")
+    claim.__enter__()
+    (name,) = names(storage, "readers")
+    storage.before = f"delete readers/{name}" if operation == "delete" else operation
+    with pytest.raises(KeyboardInterrupt):
+        claim.__exit__(None, None, None)
+    assert names(storage, "readers") == []
+
+
+def test_a_claim_of_this_process_by_which_nothing_reads_shields_nothing(storage: Any) -> None:
+    claim_of(storage, "step-000000001", this_process())
+    readers = Readers(storage)
+    with reading(storage, "step-000000002"):
+        assert readers.folders() == {"step-000000002"}
+        readers.sweep()
+        assert [name.partition("--")[0] for name in names(storage, "readers")] == ["step-000000002"]
+
+
+class Undeletable(MemoryStorage):
+    """A storage that deletes nothing for a while, and is interrupted whenever it should."""
+
+    works = False
+
+    def delete(self, key: str) -> None:
+        if not self.works:
+            raise KeyboardInterrupt
+        super().delete(key)
+
+
+def test_a_claim_that_could_not_be_removed_is_swept_by_the_process_that_made_it() -> None:
+    storage = Undeletable()
+    with contextlib.suppress(KeyboardInterrupt), reading(storage, "step-000000001"):
+        pass
+    assert len(names(storage, "readers")) == 1
+    storage.works = True
+    readers = Readers(storage)
+    assert readers.folders() == set()
+    readers.sweep()
+    assert names(storage, "readers") == []
 
 
 def claim_of(storage: Any, folder: str, holder: Identity, timeout_seconds: float = 60.0) -> str:

@@ -23,8 +23,8 @@ def test_a_new_training_goes_back_to_nothing() -> None:
 def test_a_commit_is_part_of_what_the_next_save_goes_back_to() -> None:
     lineage = TrainingLineage()
     segment = lineage.next_ancestry().segment
-    lineage.append(1, segment)
-    lineage.append(2, segment)
+    lineage.append(1, segment, "a")
+    lineage.append(2, segment, "b")
     assert lineage.next_ancestry().lineage == lineage.own == Lineage(((1, 2),), (segment,))
     lineage.start(lineage.own)
     assert lineage.next_ancestry().lineage == Lineage()

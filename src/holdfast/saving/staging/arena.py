@@ -39,8 +39,15 @@ class Arena:
     """`size_bytes` of shared memory at `address`. Its pages are taken front to back; the writer attaches to an arena
     whose pages are all there."""
 
-    def __init__(self, handle: int, size_bytes: int, take: TakePages = take_pages) -> None:
-        """Map the memory of a handle. take: what takes the pages of a range, given its address and its size."""
+    def __init__(
+        self,
+        handle: int,
+        size_bytes: int,
+        take: TakePages = take_pages,
+        close_handle: Callable[[], None] | None = None,
+    ) -> None:
+        """Map the memory of a handle. take: what takes the pages of a range, given its address and its size.
+        close_handle: closes the handle, once."""
         self.handle = handle
         self.size_bytes = size_bytes
         self._total_bytes = PAGE_BYTES + size_bytes
@@ -52,7 +59,7 @@ class Arena:
         self.memory = whole[PAGE_BYTES:]
         self.address = ctypes.addressof(array) + PAGE_BYTES
         # An arena that is dropped without being closed: the handle alone would keep the memory.
-        self._close_handle = weakref.finalize(self, os.close, handle)
+        self._close_handle = weakref.finalize(self, close_handle or _closing(handle))
         self._close_handle.atexit = False
         _arenas.add(self)
 
@@ -70,12 +77,16 @@ class Arena:
             handle = os.memfd_create("holdfast-arena", os.MFD_CLOEXEC)
         except OSError as error:
             raise _no_memory(error, size_bytes) from error
+        close_handle = _closing(handle)
         try:
             os.ftruncate(handle, PAGE_BYTES + size_bytes)
-            return cls(handle, size_bytes, take)
+            return cls(handle, size_bytes, take, close_handle)
         except OSError as error:
-            os.close(handle)
+            close_handle()
             raise _no_memory(error, size_bytes) from error
+        except BaseException:
+            close_handle()
+            raise
 
     @property
     def taken_bytes(self) -> int:
@@ -190,6 +201,18 @@ class Arena:
             os.posix_fallocate(self.handle, 0, self._total_bytes)
         except OSError as error:
             raise _no_memory(error, self.size_bytes) from error
+
+
+def _closing(handle: int) -> Callable[[], None]:
+    """Return a function that closes a handle when it is first called. An arena that an interrupt left half made would
+    close it a second time at its end, and it may be another's by then."""
+    handles = [handle]
+
+    def close() -> None:
+        if handles:
+            os.close(handles.pop())
+
+    return close
 
 
 def _threads() -> int:

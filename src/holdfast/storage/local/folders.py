@@ -36,7 +36,7 @@ class Folders:
     @contextmanager
     def opened(self, parts: list[str] | tuple[str, ...]) -> Iterator[int]:
         """Give a handle of a folder that is there."""
-        with self._walk(self._open_root(), parts, self._disk.open_folder) as handle:
+        with self._walk(self._open_root, parts, self._disk.open_folder) as handle:
             yield handle
 
     def in_made(self, parts: list[str], action: Callable[[int], _Result]) -> _Result:
@@ -70,11 +70,15 @@ class Folders:
                 return
 
     def _once_in_made(self, parts: list[str], action: Callable[[int], _Result]) -> _Result:
-        with self._walk(self._open_or_make_root(), parts, self._open_or_make) as handle:
+        with self._walk(self._open_or_make_root, parts, self._open_or_make) as handle:
             return action(handle)
 
     @contextmanager
-    def _walk(self, handle: int, parts: list[str] | tuple[str, ...], step: Callable[[int, str], int]) -> Iterator[int]:
+    def _walk(
+        self, open_root: Callable[[], int], parts: list[str] | tuple[str, ...], step: Callable[[int, str], int]
+    ) -> Iterator[int]:
+        # Opened here: an interrupt on the way from an open handle to the `try` would lose it.
+        handle = open_root()
         try:
             for name in parts:
                 # In this order: an interrupt in between must not close a handle twice, which may be another's by then.

@@ -91,15 +91,23 @@ class LocalStorage:
         if size_bytes < 0:
             raise UsageError(f"a file cannot have {size_bytes} bytes", file=self._path(key))
         with self._explaining("creating it", key):
-            file = self._folders.in_made(folders, lambda folder: self._disk.create_file(folder, name))
-            return FileSink(self._disk, file, self._path(key), size_bytes, discard=lambda: self.delete(key))
+            path = self._path(key)
+
+            # The sink owns the handle before the folder is closed, where an interrupt would lose it.
+            def create_in(folder: int) -> FileSink:
+                file = self._disk.create_file(folder, name)
+                return FileSink(self._disk, file, path, size_bytes, discard=lambda: self.delete(key))
+
+            return self._folders.in_made(folders, create_in)
 
     def open(self, key: str) -> LocalSource:
         *folders, name = key_parts(key)
         with self._explaining("opening it", key):
+            path = self._path(key)
             with self._folders.opened(folders) as folder:
                 file = self._disk.open_file(folder, name)
-            return LocalSource(self._disk, file, self._path(key))
+                # In here: it owns the handle before the folder is closed, where an interrupt would lose it.
+                return LocalSource(self._disk, file, path)
 
     def read(self, key: str, limit_bytes: int) -> bytes:
         with self.open(key) as source:

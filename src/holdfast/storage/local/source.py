@@ -20,10 +20,11 @@ class LocalSource:
 
     def __init__(self, disk: Disk, file: int, path: str) -> None:
         self._disk = disk
-        self._file: int | None = file
         self._bypass: Bypass | None = None
         self._bypass_decided = False
         self._path = path
+        # Last: `__del__` closes what has a handle.
+        self._file: int | None = file
         try:
             self._size_bytes = self._regular_size_bytes(file)
         except BaseException:

@@ -42,16 +42,23 @@ class FileSink:
     every further call raises. A sink that is dropped without `close` leaves its file as a crash would.
     """
 
+    _filler: _Gathered | _Pieces
+
     def __init__(self, disk: Disk, file: int, path: str, size_bytes: int, *, discard: Callable[[], None]) -> None:
         self._disk = disk
         self._file = file
         self._path = path
         self._size_bytes = size_bytes
         self._discard = discard
-        self._state = "open"
         self._taken_bytes = 0
-        self._pen = Pen(disk, file)
-        self._filler: _Gathered | _Pieces = _Gathered(size_bytes) if size_bytes <= _SMALL_BYTES else _Pieces(self._pen)
+        try:
+            self._pen = Pen(disk, file)
+            self._filler = _Gathered(size_bytes) if size_bytes <= _SMALL_BYTES else _Pieces(self._pen)
+        except BaseException:
+            disk.close(file)
+            raise
+        # Last: a sink that was not made to its end, because of an interrupt, has nothing to release.
+        self._state = "open"
 
     def write(self, data: Bytes) -> None:
         self._require_open()
@@ -112,8 +119,10 @@ class FileSink:
             )
 
     def _release(self) -> None:
-        self._filler.release()
-        self._disk.close(self._file)
+        try:
+            self._filler.release()
+        finally:
+            self._disk.close(self._file)
 
     def __enter__(self) -> Self:
         return self

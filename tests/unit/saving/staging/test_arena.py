@@ -21,6 +21,7 @@ from holdfast.saving.writer.drain import drain
 from holdfast.saving.writer.messages import Image, Place
 from holdfast.storage.base import WRITE_PIECE_BYTES
 from holdfast.storage.local.local import LocalStorage
+from tests.interrupting import interrupt_everywhere
 
 SIZE_BYTES = 3 * WRITE_PIECE_BYTES
 # Pages are taken in pieces of 32 MiB, one on each thread.
@@ -273,3 +274,17 @@ def test_to_close_twice_closes_no_handle_of_another(large: Arena) -> None:
     large.close()
     os.fstat(other)
     os.close(other)
+
+
+# Python ignores an interrupt that comes in a finalizer.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_while_an_arena_is_reserved_leaves_no_handle() -> None:
+    before, lost, moments = arena_handles(), [], 0
+    for place in interrupt_everywhere(lambda: Arena.reserve(PAGE_BYTES).close()):
+        gc.collect()
+        lost += [place] * (arena_handles() - before)
+        before = arena_handles()
+        moments += 1
+    assert moments > 5
+    # Where a system call has just returned, or is about to be made, nothing can hold the handle.
+    assert len(lost) <= 3, lost

@@ -22,6 +22,7 @@ from holdfast.storage.local.disk import Disk
 from holdfast.storage.local.local import LocalStorage
 from holdfast.storage.local.page_cache import PageCache
 from holdfast.testing import StorageContract
+from tests.interrupting import interrupt_everywhere
 
 MEBIBYTE = 1 << 20
 RAM = Path("/dev/shm")
@@ -535,3 +536,36 @@ def test_folders_are_listed_by_the_entries_of_a_subclass_that_has_its_own(tmp_pa
         LocalStorage(tmp_path).put(f"{name}/key", b"x")
     assert sorted(folder_names(LocalStorage(tmp_path), "")) == ["hidden", "shown"]
     assert list(folder_names(Filtered(tmp_path), "")) == ["shown"]
+
+
+@pytest.mark.parametrize("size_bytes", [1, 2 * MEBIBYTE])
+@pytest.mark.parametrize("call", ["open", "create"])
+def test_an_interrupt_loses_no_handle_that_the_system_has_returned(
+    call: str, size_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ignored: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: ignored.append(found.exc_type))
+    storage = LocalStorage(tmp_path / "run")
+    storage.put("folder/key", b"x")
+
+    def work() -> None:
+        if call == "open":
+            storage.open("folder/key").close()
+        else:
+            storage.delete("folder/new")
+            storage.create("folder/new", size_bytes).abort()
+
+    def handles() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before, lost, moments = handles(), [], 0
+    for place in interrupt_everywhere(work):
+        lost += [place] * (handles() - before)
+        before = handles()
+        moments += 1
+    assert moments > 20
+    # Python ignores an interrupt that comes in a finalizer; no finalizer may fail.
+    assert set(ignored) <= {KeyboardInterrupt}
+    # Where os.open itself has just returned, or its owner is about to be made, nothing can hold the handle.
+    owners = ("local/disk.py", "local/source.py", "local/streaming.py")
+    assert [place for place in lost if not any(owner in place for owner in owners)] == []
