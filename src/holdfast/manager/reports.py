@@ -77,7 +77,7 @@ class Reports:
             waiting = self._waiting.setdefault(pending, _Waiting(pending, self._take_failed(pending.step)))
             waiting.metrics.update(metrics)
             # A cleanup that is submitted already runs first, and must not remove what these metrics may keep.
-            self._housekeeper.expect_note(pending.folder)
+            self._housekeeper.awaiting_notes.add(pending.folder)
         self._housekeeper.run_in_background(partial(self._write_after, pending))
 
     def _take_failed(self, step: int) -> dict[str, Any]:
@@ -208,7 +208,7 @@ class Reports:
 
     def _drop(self, waiting: _Waiting) -> None:
         self._waiting.pop(waiting.pending, None)
-        self._housekeeper.end_note(waiting.pending.folder)
+        self._housekeeper.awaiting_notes.discard(waiting.pending.folder)
 
 
 def _warn_of_loss(waiting: _Waiting, why: object) -> None:

@@ -80,8 +80,8 @@ class Housekeeper:
         self._state: RetentionState | None = None
         self._unsynced: list[Checkpoint] = []
         self._suspected: dict[Checkpoint, str] = {}
-        # The folders of checkpoints that a note is still to be written on, which may be a reason to keep them.
-        self._expects_note: set[str] = set()
+        # The folders of checkpoints that a note is still to be written on: kept until its writer takes them out.
+        self.awaiting_notes: set[str] = set()
         self._lock = threading.Lock()
         self._warned_of_metrics = False
         weakref.finalize(self, self._worker.stop)
@@ -94,7 +94,12 @@ class Housekeeper:
         # One that waits for its turn will see all changes until then.
         if not self._waiting.is_set():
             self._waiting.set()
-            self._worker.submit(lambda: _log_failure(self._take_turn, _CLEANUP_FAILED, self._report_failure))
+            try:
+                self._worker.submit(lambda: _log_failure(self._take_turn, _CLEANUP_FAILED, self._report_failure))
+            except BaseException:
+                # Such as an interrupt: a cleanup that is taken for waiting and is not would be the last one.
+                self._waiting.clear()
+                raise
 
     def _report_failure(self, error: BaseException) -> None:
         text = str(error) if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"
@@ -117,14 +122,6 @@ class Housekeeper:
         """Have these checkpoints verified by the next cleanup: a read error may have been temporary. Damage that is
         confirmed is noted on the checkpoint, which then counts for nothing and is not removed."""
         self._suspected.update(damaged)
-
-    def expect_note(self, folder: str) -> None:
-        """Keep the checkpoint in a folder until `end_note` is called: a note on it waits to be written."""
-        self._expects_note.add(folder)
-
-    def end_note(self, folder: str) -> None:
-        """Let a cleanup decide about the checkpoint in a folder again."""
-        self._expects_note.discard(folder)
 
     def wait(self) -> None:
         """Return when everything that was submitted is done."""
@@ -254,15 +251,10 @@ class Housekeeper:
     def _records(self, checkpoints: Sequence[Checkpoint]) -> list[Record]:
         return records_of(
             Scan(tuple(checkpoints), (), ()),
-            held=self._held(),
+            held=_held(self._readers, self.awaiting_notes),
             in_use=self._in_use(),
             own_line=self._own_line,
         )
-
-    def _held(self) -> dict[str, str]:
-        """Return the folders that may not be removed now, each with the reason."""
-        awaited = dict.fromkeys(list(self._expects_note), "metrics that were reported of it are not written yet")
-        return {**awaited, **dict.fromkeys(self._readers.folders(), "a process is reading it")}
 
     def _remove(self, checkpoint: Checkpoint, notes: Sequence[str]) -> bool:
         """Remove a checkpoint unless it is in use. Return False when a note was written since the plan was made, which
@@ -273,7 +265,7 @@ class Housekeeper:
             # Fewer are no reason: notes on what was removed are gone.
             if not set(self._catalog.annotations.names()) <= set(notes):
                 return False
-            if checkpoint.folder in self._held() or checkpoint.digest in self._in_use():
+            if checkpoint.folder in _held(self._readers, self.awaiting_notes) or checkpoint.digest in self._in_use():
                 return True
             self._uncommit(checkpoint.folder)
         self._durable.discard(checkpoint.digest)
@@ -326,6 +318,12 @@ class Housekeeper:
             self._catalog.attempts.clear(folder)
             if _writer_is_gone(self._catalog, folder):
                 self._catalog.remove(folder)
+
+
+def _held(readers: Readers, awaiting_notes: Set[str]) -> dict[str, str]:
+    """Return the folders that may not be removed now, each with the reason."""
+    awaited = dict.fromkeys(list(awaiting_notes), "metrics that were reported of it are not written yet")
+    return {**awaited, **dict.fromkeys(readers.folders(), "a process is reading it")}
 
 
 def _require_committed(checkpoint: Checkpoint, catalog: Catalog) -> None:

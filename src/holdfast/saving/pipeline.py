@@ -132,7 +132,12 @@ class Saver:
         # Until all that the call has made is freed again: the collector counts what is left of it, and would otherwise
         # go through every tensor of the state, in the call or at the next step of the training.
         with collector_paused():
-            self._save(request, pending)
+            try:
+                self._save(request, pending)
+            except (KeyboardInterrupt, SystemExit) as error:
+                # Also between the steps, which fail by themselves.
+                _fail(pending, self._current, self._completion, as_save_error(error, pending.step))
+                raise
         self._current.latest = pending
         return pending
 
@@ -221,19 +226,12 @@ class Saver:
         try:
             yield
         except KeyboardInterrupt as error:
-            self._fail(pending, as_save_error(error, pending.step))
+            _fail(pending, self._current, self._completion, as_save_error(error, pending.step))
             raise
         except Exception as error:
             failure = as_save_error(error, pending.step)
-            self._fail(pending, failure)
+            _fail(pending, self._current, self._completion, failure)
             raise failure from error
-
-    def _fail(self, pending: PendingSave, failure: HoldfastError) -> None:
-        """Record a failure that is raised now. A save that the worker thread has goes on, whatever ends the call."""
-        if self._current.latest is not pending:
-            self._completion.fail(pending, failure)
-        elif pending.done():
-            pending.reported = True
 
     # The save under way
 
@@ -351,6 +349,14 @@ class Saver:
                 interrupt = error
         if interrupt is not None:
             raise interrupt
+
+
+def _fail(pending: PendingSave, current: CurrentSave, completion: Completion, failure: HoldfastError) -> None:
+    """Record a failure that is raised now. A save that the worker thread has goes on, whatever ends the call."""
+    if pending.done():
+        pending.reported = True
+    elif current.latest is not pending:
+        completion.fail(pending, failure)
 
 
 _savers: weakref.WeakSet[Saver] = weakref.WeakSet()
