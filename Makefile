@@ -31,8 +31,9 @@ types: $(READY)
 # Tests start hundreds of processes: without the compiled modules each of them compiles the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Whole files go to a worker, for their fixtures, in the order of tests/conftest.py: the short ones last.
-WORKERS ?= 2
+# Whole files go to a worker, for their fixtures, in the order of tests/conftest.py: the short ones last. Half of their
+# time is waiting, so there are more workers than processors.
+WORKERS ?= 3
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 unit: $(READY) images
@@ -44,7 +45,6 @@ INTEGRATIONS := tests/integrations tests/distributed/test_loader_matrix.py
 integrations: $(READY)
 	$(PYTEST) $(INTEGRATIONS)
 
-# Half of their time is waiting, so there are more workers than processors.
 fast: WORKERS = 4
 fast: $(READY)
 	$(PYTEST) -m 'not slow' tests/unit tests/behaviour tests/architecture
