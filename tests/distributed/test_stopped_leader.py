@@ -125,6 +125,7 @@ def kill_the_leader(rank: int, run: Path, mode: str, while_saving: bool) -> Any:
     }
     if rank == 0 and while_saving:
         stop(own_writer())
+        note(run.parent / "notes", "writer", own_writer())
         manager.save(2)
         wait_for(lambda: (run.parent / "notes" / "staged").exists(), PATIENCE_SECONDS)
     if rank == 0:
@@ -144,7 +145,12 @@ def kill_the_leader(rank: int, run: Path, mode: str, while_saving: bool) -> Any:
 def test_a_leader_that_is_killed_with_the_store_is_named_by_every_call(
     mode: str, while_saving: bool, tmp_path: Path
 ) -> None:
-    outcomes = run_ranks(2, kill_the_leader, tmp_path / "run", mode, while_saving, backend=None)
+    try:
+        outcomes = run_ranks(2, kill_the_leader, tmp_path / "run", mode, while_saving, backend=None)
+    finally:
+        if while_saving:
+            # It was stopped, and would outlive all tests.
+            os.kill(int((tmp_path / "notes" / "writer").read_text()), signal.SIGKILL)
     assert outcomes[0].exit_code == -signal.SIGKILL
     errors, seconds, _ = outcomes[1].unwrap()
     for name, error in errors.items():
