@@ -141,6 +141,9 @@ class AsyncSaver:
                 break
             except BaseException as error:
                 interrupt = error
+        else:
+            # It was not given to the thread: the next save must not wait for it.
+            self._current.latest = None
         if interrupt is not None:
             raise interrupt
 
