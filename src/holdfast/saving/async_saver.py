@@ -10,6 +10,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -193,8 +194,8 @@ class AsyncSaver:
         optimizers = _optimizers(agreed.request.components) if copies_later else []
         sources = Sources(captured.memory, captured.addresses, captured.devices)
         staging = self.stager.stage(sources, mode, optimizers)
-        handoff.finish_staging = staging.finish
         if copies_later:
+            handoff.finish_staging = partial(self.stager.finish_in_own_thread, staging)
             self._hooks.install(optimizers)
         else:
             staging.finish()

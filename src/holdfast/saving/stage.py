@@ -147,6 +147,12 @@ class Stager:
         """Make the current stream of every device wait for the copies that still read. The CPU goes on at once."""
         self._copier.wait_for_staging()
 
+    def finish_in_own_thread(self, staging: Staging) -> None:
+        """Return when the arena holds everything. Called in a thread that was started for it, of which this sets the
+        current device."""
+        self._copier.set_devices()
+        staging.finish()
+
     def cancel(self) -> None:
         """Give up what is being staged: the save has failed."""
         self._copier.cancel()

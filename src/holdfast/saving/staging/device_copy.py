@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -28,50 +29,54 @@ logger = logging.getLogger("holdfast")
 
 AsyncMode = Literal["async", "async_pinned", "async_device"]
 
-_QUEUE_COPIES = 800
 _FIRST_GROUP_BYTES = 256 << 20
 # What a clone on the device leaves free: an allocator needs room to move, and other libraries take some, too.
 _DEVICE_RESERVE_BYTES = 1 << 30
 
 
 class Staging:
-    """One save on its way into the arena."""
+    """One save on its way into the arena. Its copies are enqueued by the first thread that needs them: the one that
+    finishes the save, or the training, if its optimizer steps before that."""
 
     def __init__(self, arena: Arena, end: int) -> None:
         self._arena = arena
         self._end = end
+        self._lock = threading.Lock()
         self._sending: Callable[[], list[tuple[Any, int]]] | None = None
+        self._is_sent = True
         self._groups: list[tuple[Any, int]] = []
-        self._sent = threading.Event()
-        self._sent.set()
+        self._failure: BaseException | None = None
 
-    def send(self, sending: Callable[[], list[tuple[Any, int]]], count: int) -> None:
-        """Enqueue `count` copies by `sending`, now or in `finish`. A device's queue takes about a thousand copies, and
-        a thread that enqueues more waits: that must be the thread that finishes, and not the training. (Fewer are
-        enqueued at once: two threads that take turns with the interpreter cost the training more than it takes.)
-        `sending` returns an event for each group of copies, and how far the arena is filled after that event; it holds
-        what it copies from."""
-        self._sending = sending
-        if count <= _QUEUE_COPIES:
-            self._groups = sending()
-        else:
-            self._sent.clear()
+    def send_later(self, sending: Callable[[], list[tuple[Any, int]]]) -> None:
+        """Have the copies enqueued by `sending`. It returns an event for each group of copies, and how far the arena is
+        filled after that event; it holds what it copies from."""
+        self._sending, self._is_sent = sending, False
 
-    def wait_until_sent(self) -> None:
-        self._sent.wait()
+    def send(self) -> None:
+        """Enqueue the copies, if they are not; return when they are. `finish` raises what that raises."""
+        with self._lock:
+            if self._is_sent:
+                return
+            self._is_sent = True
+            try:
+                self._groups = self._sending() if self._sending is not None else []
+            except Exception as error:
+                self._failure = error
+            except BaseException as error:
+                # An interrupt of the training, which must get it as well.
+                self._failure = error
+                raise
 
     def cancel(self) -> None:
-        """End every wait for copies that have not been enqueued: they will not be."""
-        self._sending = None
-        self._sent.set()
+        """Give up the copies that are not enqueued yet: they will not be."""
+        with self._lock:
+            self._sending, self._is_sent = None, True
 
     def finish(self) -> None:
         """Return when the arena holds everything. The writer follows meanwhile."""
-        try:
-            if not self._sent.is_set() and self._sending is not None:
-                self._groups = self._sending()
-        finally:
-            self._sent.set()
+        self.send()
+        if self._failure is not None:
+            raise self._failure
         for event, position in self._groups:
             event.synchronize()
             self._arena.staged = max(position, self._arena.staged)
@@ -86,6 +91,9 @@ class _Copy(NamedTuple):
     target: torch.Tensor
     source: torch.Tensor
     end: int
+
+
+_end_of = attrgetter("end")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,18 +148,26 @@ class DeviceCopier:
                 # No room for clones: the training's own stream makes these copies, and the training waits for them.
                 copy_now([views[index] for index in loose], [sources[index] for index in loose])
                 singles = _without(singles, loose)
-        copies = [_Copy(views[index], sources[index], placement.chunks[index].end) for index in singles]
-        copies = sorted([*gathered, *copies], key=lambda copy: copy.end)
+        if not cloned:
+            # A tensor can be given another memory before it is copied. This is the memory that it has now.
+            for index in singles:
+                sources[index] = sources[index].detach()
         copy_all([views[index] for index in where.here], [sources[index] for index in where.here])
         ready = {device: kind.record_event(kind.current_stream(device)) for device, kind in where.used.items()}
-        staging.send(lambda: self._send(copies, where.used, ready), len(copies))
+
+        def send() -> list[tuple[Any, int]]:
+            copies = [_Copy(views[index], sources[index], placement.chunks[index].end) for index in singles]
+            return self._send(sorted([*gathered, *copies], key=_end_of), where.used, ready)
+
+        # Not now: that takes as long as all the rest of this, and meanwhile the training can go on.
+        staging.send_later(send)
         self._staging, self._reading = (None, {}) if cloned else (staging, where.used)
 
     def wait_for_staging(self) -> None:
         """Make the current stream of every device wait for the copies that still read. The CPU goes on at once."""
         staging, self._staging = self._staging, None
         if staging is not None:
-            staging.wait_until_sent()
+            staging.send()
             for device, accelerator in self._reading.items():
                 accelerator.current_stream(device).wait_stream(self._stream(device, accelerator))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -57,17 +58,82 @@ def test_tensors_of_no_optimizer_are_taken_out_in_one_pass_over_them() -> None:
     assert len(singles) + len(loose) == CountedInt.hashed
 
 
-def test_nobody_waits_for_copies_that_are_not_sent_because_the_save_failed() -> None:
+class Sending:
+    """Enqueues nothing, and counts how often. `fails`: raises that."""
+
+    def __init__(self, fails: BaseException | None = None) -> None:
+        self.count = 0
+        self.begun, self.goes_on = threading.Event(), threading.Event()
+        self._fails = fails
+
+    def __call__(self) -> list[tuple[Any, int]]:
+        self.count += 1
+        self.begun.set()
+        self.goes_on.wait(30)
+        if self._fails is not None:
+            raise self._fails
+        return []
+
+
+@pytest.fixture
+def staging() -> Iterator[Staging]:
     arena = Arena.make(4096)
-    staging = Staging(arena, 4096)
-    staging.send(lambda: pytest.fail("the save has failed"), 1_000_000)
-    step = threading.Thread(target=staging.wait_until_sent, daemon=True)
-    step.start()
-    assert step.is_alive(), "so many copies are enqueued later"
-    staging.cancel()
-    step.join(30)
-    assert not step.is_alive()
+    yield Staging(arena, 4096)
     arena.close()
+
+
+def test_copies_are_not_sent_after_the_save_failed(staging: Staging) -> None:
+    sending = Sending()
+    staging.send_later(sending)
+    staging.cancel()
+    staging.send()
+    assert sending.count == 0
+
+
+def test_a_step_that_comes_before_the_copies_are_sent_sends_them_and_they_are_sent_once(staging: Staging) -> None:
+    sending = Sending()
+    sending.goes_on.set()
+    staging.send_later(sending)
+    staging.send()
+    assert sending.count == 1
+    staging.finish()
+    staging.send()
+    assert sending.count == 1
+
+
+@pytest.mark.guarantee("G2")
+def test_a_step_waits_while_another_thread_is_sending(staging: Staging) -> None:
+    sending = Sending()
+    staging.send_later(sending)
+    finishing, step = threading.Thread(target=staging.finish), threading.Thread(target=staging.send)
+    finishing.start()
+    assert sending.begun.wait(30)
+    step.start()
+    step.join(0.2)
+    assert step.is_alive(), "the device would change what is not enqueued yet"
+    sending.goes_on.set()
+    step.join(30)
+    finishing.join(30)
+    assert (step.is_alive(), sending.count) == (False, 1)
+
+
+def test_what_a_step_could_not_send_fails_the_save_and_not_the_step(staging: Staging) -> None:
+    sending = Sending(RuntimeError("the device is lost"))
+    sending.goes_on.set()
+    staging.send_later(sending)
+    staging.send()
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        staging.finish()
+
+
+def test_an_interrupt_of_a_step_reaches_the_training_and_fails_the_save(staging: Staging) -> None:
+    sending = Sending(KeyboardInterrupt())
+    sending.goes_on.set()
+    staging.send_later(sending)
+    with pytest.raises(KeyboardInterrupt):
+        staging.send()
+    with pytest.raises(KeyboardInterrupt):
+        staging.finish()
 
 
 # Copies of an accelerator that does its work as late as it may
@@ -125,6 +191,16 @@ def test_what_changes_after_the_optimizer_waited_is_staged_as_it_was(scene: Scen
     staging.finish()
     assert scene.staged() == [[1]] * 4
     assert scene.arena.staged == scene.end
+
+
+@pytest.mark.guarantee("G2")
+def test_a_weight_that_is_given_other_memory_before_its_copy_is_sent_is_staged_as_it_was(scene: Scene) -> None:
+    scene.sources[0] = scene.weight.data
+    live = scene.sources[0]
+    staging = scene.start()
+    live.set_(torch.full((SIZE,), 7.0))
+    staging.finish()
+    assert scene.staged() == [[1]] * 4
 
 
 def test_a_weight_that_is_changed_without_the_wait_is_staged_changed(scene: Scene) -> None:
