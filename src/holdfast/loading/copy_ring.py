@@ -9,21 +9,27 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
 
-from holdfast.loading.requests import READ_PIECE_BYTES
+from holdfast.loading.requests import DEVICE_PIECE_BYTES, READ_PIECE_BYTES
 from holdfast.state.devices import ACCELERATORS, Accelerator, Accelerators, DeviceEvent
+from holdfast.state.host_buffer import HostBuffer
 from holdfast.state.memory import PAGE_BYTES, prefer_huge_pages
 from holdfast.state.tensors import is_host_memory
 
-__all__ = ["SLOT_BYTES", "Carrier", "DeviceCarrier", "HostCarrier", "Ring", "Rings"]
+__all__ = ["Carrier", "DeviceCarrier", "HostCarrier", "Ring", "Rings", "piece_bytes"]
 
-# A piece, widened to whole pages on both sides, fits into a slot.
-SLOT_BYTES = READ_PIECE_BYTES + (64 << 10)
+# A piece is widened to whole pages on both sides.
+_WIDENED_BYTES = 64 << 10
+
+
+def piece_bytes(device: torch.device) -> int:
+    """Return the most bytes that are read at once for tensors of a device."""
+    return READ_PIECE_BYTES if device.type == "cpu" else DEVICE_PIECE_BYTES
 
 
 class Carrier(Protocol):
@@ -33,6 +39,9 @@ class Carrier(Protocol):
 
     def memory(self, size_bytes: int) -> torch.Tensor:
         """Bytes of host memory to copy from, which begin at a page."""
+
+    def release(self, memory: torch.Tensor) -> None:
+        """Release such memory, from which every copy is done."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy. May return before it is done; copies are done in their order."""
@@ -56,6 +65,9 @@ class HostCarrier:
         memory = torch.empty(size_bytes + PAGE_BYTES, dtype=torch.uint8)
         prefer_huge_pages(memory.data_ptr(), memory.nbytes)
         return memory[-memory.data_ptr() % PAGE_BYTES :][:size_bytes]
+
+    def release(self, memory: torch.Tensor) -> None:
+        return None
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if is_host_memory(target) and source.is_contiguous() and source.dtype == target.dtype:
@@ -85,6 +97,7 @@ class DeviceCarrier:
     def __init__(self, accelerator: Accelerator, device: torch.device, after: Any) -> None:
         self._accelerator = accelerator
         self._device = device
+        self._buffers: dict[int, HostBuffer] = {}
         # For this thread, which is one of ours: to go back to device 0 after each copy would take memory there.
         accelerator.set_device(device)
         self._stream = accelerator.new_stream(device)
@@ -92,11 +105,16 @@ class DeviceCarrier:
         self._stream.wait_stream(after)
 
     def memory(self, size_bytes: int) -> torch.Tensor:
-        try:
-            return self._accelerator.empty_page_locked([size_bytes], torch.uint8)
-        except RuntimeError:
-            # No page-locked memory is left: from other memory the same copies only take longer.
-            return HostCarrier().memory(size_bytes)
+        buffer = HostBuffer(size_bytes)
+        buffer.take_pages()
+        # Where it cannot be page-locked, the same copies only take longer.
+        with suppress(RuntimeError):
+            buffer.page_lock(self._accelerator)
+        self._buffers[buffer.tensor.data_ptr()] = buffer
+        return buffer.tensor
+
+    def release(self, memory: torch.Tensor) -> None:
+        self._buffers.pop(memory.data_ptr()).close()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         with self._accelerator.use_stream(self._stream):
@@ -117,7 +135,7 @@ class DeviceCarrier:
 class Ring:
     """One thread's slots for one device."""
 
-    def __init__(self, carrier: Carrier, slot_bytes: int = SLOT_BYTES) -> None:
+    def __init__(self, carrier: Carrier, slot_bytes: int) -> None:
         self.carrier = carrier
         self._slot_bytes = slot_bytes
         self._slots: list[torch.Tensor] = []
@@ -133,6 +151,7 @@ class Ring:
                 yield memory
             finally:
                 self.drain()
+                self.carrier.release(memory)
             return
         turn = self._next_turn()
         try:
@@ -143,6 +162,12 @@ class Ring:
     def drain(self) -> None:
         """Return when every copy is done."""
         self.carrier.wait(self.carrier.mark())
+
+    def close(self) -> None:
+        """Release the slots when every copy is done."""
+        self.drain()
+        while self._slots:
+            self.carrier.release(self._slots.pop())
 
     def _next_turn(self) -> int:
         turn = self._turn
@@ -172,7 +197,7 @@ class Rings:
         if rings is None:
             rings = self._own.rings = {}
         if device not in rings:
-            rings[device] = Ring(self._carrier(device))
+            rings[device] = Ring(self._carrier(device), piece_bytes(device) + _WIDENED_BYTES)
             self._all.append(rings[device])
         return rings[device]
 
@@ -183,7 +208,7 @@ class Rings:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for ring in self._all:
-            ring.drain()
+            ring.close()
 
 
 def carriers_after_this_thread(accelerators: Accelerators = ACCELERATORS) -> Callable[[torch.device], Carrier]:

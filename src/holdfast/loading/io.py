@@ -22,10 +22,9 @@ import torch
 from blake3 import blake3
 
 from holdfast.errors import StorageError
-from holdfast.loading.copy_ring import Carrier, Rings
+from holdfast.loading.copy_ring import Carrier, Rings, piece_bytes
 from holdfast.loading.files import DAMAGE, Files
 from holdfast.loading.gpu_digest import DeviceDigester
-from holdfast.loading.requests import READ_PIECE_BYTES
 from holdfast.runs.report import Problem
 from holdfast.state.memory import give_back_zeros
 from holdfast.state.tensors import memory_at, memory_of
@@ -161,7 +160,7 @@ class _Extent:
             and job.device == self.jobs[0].device
             and low >= self.low
             and low - self.high <= _GAP_BYTES
-            and high - self.low <= READ_PIECE_BYTES
+            and high - self.low <= piece_bytes(job.device)
         )
 
     def range_to_read(self) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from holdfast.loading.copy_ring import Carrier, Rings
+from holdfast.loading.copy_ring import Carrier, Rings, piece_bytes
 from holdfast.loading.files import Files
 from holdfast.loading.io import DeviceChecks, Job, OnBytes, run_jobs
 from holdfast.loading.requests import Overlap, Request, overlaps, pieces, row_groups
@@ -130,7 +130,7 @@ def _to_device(
     flat = whole_target.view(-1).view(torch.uint8)
     region, file = overlap.region, overlap.chunk.file
     first = overlap.span.start * leaf.item_bytes
-    for start, end in pieces(region, first, first + flat.numel()):
+    for start, end in pieces(region, first, first + flat.numel(), piece_bytes(flat.device)):
         target = flat[start - first : end - first]
         landing = target if lands and region.whole_blocks(start, end) == (start, end) else None
         place = partial(_copy, target)

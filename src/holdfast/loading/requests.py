@@ -14,10 +14,23 @@ from holdfast.ondisk.regions import Box, Span, span_of, whole
 from holdfast.runs.checkpoint import Checkpoint
 from holdfast.storage.blocks import Region
 
-__all__ = ["READ_PIECE_BYTES", "Overlap", "Request", "overlaps", "pieces", "row_groups", "size_of"]
+__all__ = [
+    "DEVICE_PIECE_BYTES",
+    "READ_PIECE_BYTES",
+    "Overlap",
+    "Request",
+    "overlaps",
+    "pieces",
+    "row_groups",
+    "size_of",
+]
 
 READ_PIECE_BYTES = (8 << 20) - (64 << 10)
-"""The most bytes that are read at once: widened to whole pages on both sides, they fit into a slot of `copy_ring`."""
+"""The most bytes that are read at once for host memory."""
+
+DEVICE_PIECE_BYTES = 16 << 20
+"""The most bytes that are read at once for a device. More than for host memory: what a thread does for each piece, it
+does while others wait for the interpreter, and the bytes need not be in the processor's cache to be digested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +78,9 @@ def overlaps(request: Request, checkpoint: Checkpoint) -> Iterator[Overlap]:
             yield Overlap(chunk, region, inner, span_of(inner, chunk.sizes), shared.relative_to(request.box))
 
 
-def pieces(region: Region, start: int, end: int) -> Iterator[tuple[int, int]]:
+def pieces(region: Region, start: int, end: int, piece_bytes: int = READ_PIECE_BYTES) -> Iterator[tuple[int, int]]:
     """Yield a range of a region in pieces that end on block boundaries, so that no block is read twice."""
-    step = max(READ_PIECE_BYTES // region.block_bytes, 1) * region.block_bytes
+    step = max(piece_bytes // region.block_bytes, 1) * region.block_bytes
     while start < end:
         stop = min((start // step + 1) * step, end)
         yield start, stop

@@ -13,10 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import mmap
-import os
 import threading
-import weakref
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import groupby
@@ -30,10 +27,10 @@ from holdfast.errors import HoldfastError
 from holdfast.ondisk.files import OnPiece
 from holdfast.ondisk.safetensors import SMALL_BYTES, Frame
 from holdfast.saving.staging.host_copy import memmove_holding_gil
-from holdfast.saving.staging.shared_memory import HUGE_PAGE_BYTES
 from holdfast.saving.threads import join_all, start_all
 from holdfast.state.devices import ACCELERATORS, Accelerator, Accelerators, DeviceEvent
-from holdfast.state.memory import PAGE_BYTES, prefer_huge_pages
+from holdfast.state.host_buffer import HostBuffer
+from holdfast.state.memory import PAGE_BYTES
 from holdfast.state.tensors import flat_bytes, is_host_memory
 
 __all__ = ["Ring"]
@@ -113,26 +110,16 @@ class _Slots:
     """The memory of the slots."""
 
     def __init__(self, count: int, slot_bytes: int) -> None:
-        size_bytes = count * slot_bytes
-        memory = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # A child that is forked meanwhile must not share the pages with this process: whichever of the two writes to
-        # one then gets another page, and a device would go on filling the first.
-        memory.madvise(mmap.MADV_DONTFORK)
-        whole = torch.frombuffer(memory, dtype=torch.uint8)
-        start = -whole.data_ptr() % HUGE_PAGE_BYTES
-        prefer_huge_pages(whole.data_ptr() + start, size_bytes)
-        view = memoryview(memory)
+        buffer = HostBuffer(count * slot_bytes)
         self.count = count
         self.slot_bytes = slot_bytes
-        self.tensors = whole[start : start + size_bytes].split(slot_bytes)
-        self.views = [view[begin : begin + slot_bytes] for begin in range(start, start + size_bytes, slot_bytes)]
-        self._address, self._size_bytes = whole.data_ptr() + start, size_bytes
+        self.tensors = buffer.tensor.split(slot_bytes)
+        self.views = [buffer.view[start : start + slot_bytes] for start in range(0, count * slot_bytes, slot_bytes)]
         # Whether a thread may work on them that nothing can wait for.
         self.is_lost = False
+        self.close = buffer.close
+        self._buffer = buffer
         self._asked: set[Accelerator] = set()
-        self._locked: list[Accelerator] = []
-        # Also for one that is dropped without being closed.
-        self.close = weakref.finalize(self, _release, memory, self._address, self._locked, os.getpid())
 
     def page_lock(self, accelerators: Iterable[Accelerator]) -> None:
         """Have these accelerators copy into the slots without waiting, where the system allows it."""
@@ -141,27 +128,13 @@ class _Slots:
                 continue
             self._asked.add(accelerator)
             try:
-                accelerator.page_lock(self._address, self._size_bytes)
-                self._locked.append(accelerator)
+                self._buffer.page_lock(accelerator)
             except RuntimeError as error:
                 logger.warning(
                     "%d MiB of memory for saves could not be page-locked (%s): copies from devices will be slower",
-                    self._size_bytes >> 20,
+                    self._buffer.size_bytes >> 20,
                     error,
                 )
-
-
-def _release(memory: mmap.mmap, address: int, locked: Sequence[Accelerator], owner: int) -> None:
-    """Release the slots. The last reference to the memory unmaps it."""
-    if os.getpid() != owner:
-        # A forked child does not have these pages, and may have others at the same address by now.
-        _kept_after_fork.append(memory)
-        return
-    for accelerator in locked:
-        accelerator.undo_page_lock(address)
-
-
-_kept_after_fork: list[mmap.mmap] = []
 
 
 class _Segment(NamedTuple):

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 PAGE_BYTES = mmap.PAGESIZE
+HUGE_PAGE_BYTES = 2 << 20
 
 
 @contextmanager

@@ -137,7 +137,22 @@ def test_slots_of_a_device_are_page_locked_and_not_filled_before_their_copies_ar
     assert targets[4].sum() == 0, "the last one is still under way"
     ring.drain()
     assert [int(target[0]) for target in targets] == [1, 2, 3, 4, 5]
-    assert accelerator.calls == [("set_device", device), *[("empty_page_locked", (100,))] * 2]
+    locked = [size_bytes for name, (_, size_bytes) in accelerator.calls[1:] if name == "page_lock"]
+    assert locked == [100, 100]
+    ring.close()
+    released = [where for name, where in accelerator.calls if name == "undo_page_lock"]
+    assert sorted(released) == sorted(where for name, (where, _) in accelerator.calls[1:3]), "nothing stays locked"
+
+
+def test_a_slot_for_more_than_the_others_hold_is_released_after_its_copies() -> None:
+    accelerator, device = FakeAccelerator(), torch.device("cpu")
+    ring = Ring(DeviceCarrier(accelerator, device, accelerator.training_stream), slot_bytes=100)
+    target = torch.zeros(5000, dtype=torch.uint8)
+    with ring.slot(5000) as slot:
+        slot.fill_(7)
+        ring.carrier.copy(target, slot)
+    assert target.tolist() == [7] * 5000
+    assert [name for name, _ in accelerator.calls] == ["set_device", "page_lock", "undo_page_lock"]
 
 
 def test_where_no_page_locked_memory_is_left_a_slot_is_in_other_memory() -> None:

@@ -14,10 +14,11 @@ import mmap
 import os
 import weakref
 
-__all__ = ["HUGE_PAGE_BYTES", "PAGE_BYTES", "map_shared", "take_pages"]
+from holdfast.state.memory import HUGE_PAGE_BYTES
+
+__all__ = ["PAGE_BYTES", "map_shared", "take_pages"]
 
 PAGE_BYTES = 4096
-HUGE_PAGE_BYTES = 2 << 20
 _MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
 _MAP_FIXED = 0x10
