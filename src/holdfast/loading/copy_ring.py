@@ -15,10 +15,9 @@ from typing import Any, Protocol, Self
 
 import torch
 
-from holdfast.loading.requests import DEVICE_PIECE_BYTES, READ_PIECE_BYTES
+from holdfast.loading.requests import DEVICE_PIECE_BYTES, HOST_PIECE_BYTES, READ_PIECE_BYTES
 from holdfast.state.devices import ACCELERATORS, Accelerator, Accelerators, DeviceEvent
 from holdfast.state.host_buffer import HostBuffer
-from holdfast.state.memory import PAGE_BYTES, prefer_huge_pages
 from holdfast.state.tensors import is_host_memory
 
 __all__ = ["Carrier", "DeviceCarrier", "HostCarrier", "Ring", "Rings", "piece_bytes"]
@@ -28,8 +27,8 @@ _WIDENED_BYTES = 64 << 10
 
 
 def piece_bytes(device: torch.device) -> int:
-    """Return the most bytes that are read at once for tensors of a device."""
-    return READ_PIECE_BYTES if device.type == "cpu" else DEVICE_PIECE_BYTES
+    """Return how many bytes are read at once for dense tensors of a device."""
+    return HOST_PIECE_BYTES if device.type == "cpu" else DEVICE_PIECE_BYTES
 
 
 class Carrier(Protocol):
@@ -62,9 +61,7 @@ class HostCarrier:
     slots = 1
 
     def memory(self, size_bytes: int) -> torch.Tensor:
-        memory = torch.empty(size_bytes + PAGE_BYTES, dtype=torch.uint8)
-        prefer_huge_pages(memory.data_ptr(), memory.nbytes)
-        return memory[-memory.data_ptr() % PAGE_BYTES :][:size_bytes]
+        return HostBuffer(size_bytes).tensor
 
     def release(self, memory: torch.Tensor) -> None:
         return None
@@ -92,7 +89,8 @@ class DeviceCarrier:
     Made by the thread that uses it.
     """
 
-    slots = 2
+    # To fill a slot takes ten times as long as to copy it, and to page-lock another as long as to fill it.
+    slots = 1
 
     def __init__(self, accelerator: Accelerator, device: torch.device, after: Any) -> None:
         self._accelerator = accelerator
@@ -197,7 +195,7 @@ class Rings:
         if rings is None:
             rings = self._own.rings = {}
         if device not in rings:
-            rings[device] = Ring(self._carrier(device), piece_bytes(device) + _WIDENED_BYTES)
+            rings[device] = Ring(self._carrier(device), max(piece_bytes(device), READ_PIECE_BYTES) + _WIDENED_BYTES)
             self._all.append(rings[device])
         return rings[device]
 

@@ -139,7 +139,10 @@ class Files:
         """Return the open file; None, with a problem noted for the leaf, where it is damaged."""
         source = self._sources.get(file) or self._open(file)
         if isinstance(source, Problem):
-            self.problems.append(Problem(source.file, source.what, leaf))
+            problem = Problem(source.file, source.what, leaf)
+            # Once, whatever number of pieces of the leaf are asked for, one after the other.
+            if not self.problems or self.problems[-1] != problem:
+                self.problems.append(problem)
             return None
         return source
 

@@ -1,7 +1,7 @@
 """Check and read what this rank needs of a checkpoint, in two steps. Requests enter; damage, then filled tensors,
 leave.
 
-The first step changes no live tensor: it fills new memory, and side buffers where a device has room for them, and only
+The first step changes no live tensor: it fills new memory, and side buffers where there is memory for them, and only
 checks the rest. The second one fills the live tensors, after every rank knows that its part is sound.
 """
 
@@ -15,7 +15,7 @@ from holdfast.loading.files import check_sizes
 from holdfast.loading.match import Place
 from holdfast.loading.read import check_bytes, read
 from holdfast.loading.requests import Request, size_of
-from holdfast.loading.side_buffers import SideBuffers, room_on
+from holdfast.loading.side_buffers import SideBuffers, SpareMemory, room_on
 from holdfast.loading.strategy import Verify
 from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.progress import Progress
@@ -26,7 +26,7 @@ __all__ = ["Filling"]
 
 class Filling:
     """The memory of one rank that is filled from one checkpoint. `copied` are requests for live tensors that nothing is
-    read into: a dict copies new memory to them."""
+    read into: a dict copies new memory to them. `spare_memory`: as of `LoadRequest`."""
 
     def __init__(
         self,
@@ -35,6 +35,7 @@ class Filling:
         verify: Verify,
         place: Place,
         copied: Sequence[Request] = (),
+        spare_memory: SpareMemory = lambda: None,
     ) -> None:
         self._checkpoint = checkpoint
         self._fresh = [request for request in requests if request.fresh]
@@ -42,6 +43,7 @@ class Filling:
         self._copied = copied
         self._verify = verify
         self._place = place
+        self._spare_memory = spare_memory
         self._side_buffers = SideBuffers()
 
     def check(self) -> tuple[str, ...]:
@@ -53,7 +55,7 @@ class Filling:
         if self._verify != "full":
             problems = check_sizes(self._checkpoint, self._live) if self._verify == "quick" else []
             return _texts(problems + self._read(self._fresh, checked=False))
-        self._side_buffers = SideBuffers.of(self._live, room_on)
+        self._side_buffers = SideBuffers.of(self._live, room_on, self._spare_memory)
         problems = self._read([*self._fresh, *self._side_buffers.requests], checked=True)
         with self._progress("checking", self._side_buffers.rest) as progress:
             problems += check_bytes(self._checkpoint, self._side_buffers.rest, on_bytes=progress.add)

@@ -36,6 +36,8 @@ logger = logging.getLogger("holdfast")
 __all__ = ["HOST", "DeviceChecks", "Job", "OnBytes", "run_jobs"]
 
 _MAX_WORKERS = 8
+# Past the page cache into host memory, at least: more would take turns at digesting on a small machine.
+_READERS = 4
 _BATCH_BYTES = 16 << 20
 # Up to this size one copy out of a slot costs less than a separate read.
 _SMALL_BYTES = 64 << 10
@@ -124,8 +126,10 @@ def _side_by_side(act: Callable[[_Task], list[Problem]], tasks: Iterator[_Task],
 def _workers(first: _Task) -> int:
     """Return the number of threads: as many as this process has processors, because most of the work is to digest; or
     more past the page cache, where a disk is at its fastest when it is asked for several pieces at once."""
-    waits = isinstance(first, _Extent) and first.alignment_bytes > 1
-    return _MAX_WORKERS if waits else min(_MAX_WORKERS, len(os.sched_getaffinity(0)))
+    processors = len(os.sched_getaffinity(0))
+    if isinstance(first, _Extent) and first.alignment_bytes > 1:
+        processors = max(processors, _READERS if first.jobs[0].device == HOST else _MAX_WORKERS)
+    return min(_MAX_WORKERS, processors)
 
 
 @dataclass(slots=True)

@@ -105,7 +105,7 @@ def _to_memory(leaf: TensorRecord, overlap: Overlap, target: torch.Tensor, once:
     address = target.data_ptr()
     region, file = overlap.region, overlap.chunk.file
     first = overlap.span.start * leaf.item_bytes
-    for start, end in pieces(region, first, first + overlap.span.length * leaf.item_bytes):
+    for start, end in pieces(region, first, first + overlap.span.length * leaf.item_bytes, piece_bytes(target.device)):
         yield Job(leaf.name, file, region, start, end, address + start - first, once=once, fresh=fresh)
 
 

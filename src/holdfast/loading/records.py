@@ -17,7 +17,8 @@ __all__ = ["LoadRequest", "Loaded", "NothingToLoad"]
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
     """What to restore into which live objects. `globs_must_match`: an `exclude` that matches no leaf is an error.
-    `defer_rng`: the random state is read and checked, and set later, by a call of its own."""
+    `defer_rng`: the random state is read and checked, and set later, by a call of its own. `spare_memory` returns
+    memory of this process that nothing else uses during the restore, or None."""
 
     selector: Selector
     components: Mapping[str, Any]
@@ -28,6 +29,7 @@ class LoadRequest:
     unwanted: Set[str] = frozenset()
     globs_must_match: bool = True
     defer_rng: bool = False
+    spare_memory: Callable[[], memoryview | None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from holdfast.storage.blocks import Region
 
 __all__ = [
     "DEVICE_PIECE_BYTES",
+    "HOST_PIECE_BYTES",
     "READ_PIECE_BYTES",
     "Overlap",
     "Request",
@@ -26,11 +27,15 @@ __all__ = [
 ]
 
 READ_PIECE_BYTES = (8 << 20) - (64 << 10)
-"""The most bytes that are read at once for host memory."""
+"""The most bytes that are read at once, but for a device."""
+
+HOST_PIECE_BYTES = 2 << 20
+"""How many bytes are read at once for host memory that lies as the file does. With more, threads that read past the
+page cache all wait for the disk, and then the disk for all of them."""
 
 DEVICE_PIECE_BYTES = 16 << 20
-"""The most bytes that are read at once for a device. More than for host memory: what a thread does for each piece, it
-does while others wait for the interpreter, and the bytes need not be in the processor's cache to be digested."""
+"""The most bytes that are read at once for a device: what a thread does for each piece, it does while others wait for
+the interpreter, and the processor does not digest them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,19 @@ import torch
 
 from holdfast.loading.requests import Request
 from holdfast.state.devices import ACCELERATORS, Accelerators
+from holdfast.state.memory import PAGE_BYTES
 
-__all__ = ["SideBuffers", "room_on"]
+__all__ = ["SideBuffers", "SpareMemory", "room_on"]
 
 _SLAB_BYTES = 1 << 30
 # What torch itself aligns device memory to; any type may be seen at such a place.
 _ALIGNMENT_BYTES = 512
+# Below these, to read twice costs less than to keep the books of what is held.
+_BORROWED_FROM_BYTES = 64 << 10
+_WORTH_BYTES = 16 << 20
+
+SpareMemory = Callable[[], memoryview | None]
+"""Returns memory of this process that nothing else uses as long as the side buffers are needed, or None."""
 
 
 @dataclass(slots=True)
@@ -37,9 +44,10 @@ class SideBuffers:
         cls,
         requests: Sequence[Request],
         room: Callable[[torch.device], int],
+        spare_memory: SpareMemory = lambda: None,
         accelerators: Accelerators = ACCELERATORS,
     ) -> Self:
-        """Take memory for as many of the requests as the room on their devices allows."""
+        """Take memory for as many of the requests as the room on their devices, or the spare memory, allows."""
         buffers = cls(accelerators=accelerators)
         by_device: dict[torch.device, list[Request]] = {}
         for request in requests:
@@ -49,7 +57,9 @@ class SideBuffers:
             else:
                 by_device.setdefault(request.target.device, []).append(request)
         for device, wanted in by_device.items():
-            buffers._take(wanted, device, room(device))
+            is_host = device.type == "cpu" and accelerators.of(device) is None
+            left = buffers._borrow(wanted, spare_memory) if is_host else wanted
+            buffers._take(left, device, room(device))
         return buffers
 
     def fill(self) -> None:
@@ -65,45 +75,66 @@ class SideBuffers:
         for accelerator in used:
             accelerator.release_cached_memory()
 
+    def _borrow(self, requests: Sequence[Request], spare_memory: SpareMemory) -> list[Request]:
+        """Hold large requests in spare memory, and return the others."""
+        large = [request for request in requests if request.target.nbytes >= _BORROWED_FROM_BYTES]
+        memory = spare_memory() if sum(one.target.nbytes for one in large) >= _WORTH_BYTES else None
+        if not memory:
+            return list(requests)
+        held: list[Request] = []
+        left = [request for request in requests if request.target.nbytes < _BORROWED_FROM_BYTES]
+        room_bytes = len(memory)
+        for request in large:
+            needed = _rounded(request.target.nbytes, PAGE_BYTES)
+            fits = needed <= room_bytes
+            (held if fits else left).append(request)
+            room_bytes -= needed if fits else 0
+        # Not as new memory: pages of it that hold zeros must not be given back.
+        self._hold(held, torch.frombuffer(memory, dtype=torch.uint8), PAGE_BYTES, fresh=False)
+        return left
+
     def _take(self, requests: Iterable[Request], device: torch.device, room_bytes: int) -> None:
         group: list[Request] = []
         size = 0
         for request in requests:
-            needed = _rounded(request.target.nbytes)
+            needed = _rounded(request.target.nbytes, _ALIGNMENT_BYTES)
             if needed > room_bytes:
                 self.rest.append(request)
                 continue
             room_bytes -= needed
             if group and size + needed > _SLAB_BYTES:
-                self._hold(group, size, device)
+                self._hold_in_new(group, size, device)
                 group, size = [], 0
             group.append(request)
             size += needed
         if group:
-            self._hold(group, size, device)
+            self._hold_in_new(group, size, device)
 
-    def _hold(self, requests: list[Request], size_bytes: int, device: torch.device) -> None:
+    def _hold_in_new(self, requests: list[Request], size_bytes: int, device: torch.device) -> None:
         """Take one piece of memory for all of them: to take it for each would cost more than to fill it."""
         try:
             slab = torch.empty(size_bytes, dtype=torch.uint8, device=device)
         except (MemoryError, RuntimeError):  # torch's own errors of that kind are RuntimeErrors
             self.rest += requests
             return
+        self._hold(requests, slab, _ALIGNMENT_BYTES, fresh=True)
+
+    def _hold(self, requests: list[Request], slab: torch.Tensor, alignment_bytes: int, *, fresh: bool) -> None:
         start = 0
         for request in requests:
             target = request.target
             held = slab[start : start + target.nbytes].view(target.dtype).view(target.shape)
-            start += _rounded(target.nbytes)
+            start += _rounded(target.nbytes, alignment_bytes)
             self.live.append(target)
             self.held.append(held)
-            self.requests.append(replace(request, target=held, fresh=True))
+            self.requests.append(replace(request, target=held, fresh=fresh))
 
 
 def room_on(device: torch.device, accelerators: Accelerators = ACCELERATORS) -> int:
     """Return how many bytes side buffers may take on a device: what is free, but for a tenth of it all, or 2 GiB.
 
-    None in host memory: there the page cache has what was read, and new pages can cost far more than to read it again,
-    where a virtual machine must get them from its host.
+    None in host memory, beside the spare memory: there the page cache has what was read, and new pages can cost far
+    more than to read it again, where a virtual machine must get them from its host.
     """
     accelerator = accelerators.of(device)
     if accelerator is None:
@@ -112,5 +143,5 @@ def room_on(device: torch.device, accelerators: Accelerators = ACCELERATORS) -> 
     return memory.free + memory.cached - max(memory.total // 10, 2 << 30)
 
 
-def _rounded(size_bytes: int) -> int:
-    return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+def _rounded(size_bytes: int, alignment_bytes: int) -> int:
+    return -(-size_bytes // alignment_bytes) * alignment_bytes

@@ -90,17 +90,19 @@ class Restores:
             self._start_line(Lineage())
             return RestoreResult(resumed=False, rejected=left)
         waited = time.monotonic() - started
-        request = LoadRequest(
-            chosen,
-            self._run.components.live,
-            chosen_strategy,
-            wanted,
-            self._run.components.pipeline_stage,
-            self._verify,
-            self._unwanted,
-            defer_rng=rng == "later",
-        )
-        loaded = load(request, catalog, self._run.ranks)
+        with self._run.saver.spare_memory() as spare_memory:
+            request = LoadRequest(
+                chosen,
+                self._run.components.live,
+                chosen_strategy,
+                wanted,
+                self._run.components.pipeline_stage,
+                self._verify,
+                self._unwanted,
+                defer_rng=rng == "later",
+                spare_memory=spare_memory,
+            )
+            loaded = load(request, catalog, self._run.ranks)
         if isinstance(loaded, NothingToLoad):
             return self._start_fresh(loaded, catalog, explicit=explicit)
         self._run.deferred_rng.replace(loaded)

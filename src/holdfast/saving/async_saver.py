@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
+from holdfast.errors import UsageError
 from holdfast.ondisk import paths
 from holdfast.ranks.base import Ranks
 from holdfast.runs.catalog import Catalog
@@ -89,6 +91,7 @@ class AsyncSaver:
         self._timeout_seconds = timeout_seconds
         self._background_ranks: Ranks | None = None
         self._jobs = 0
+        self._is_lent = False
         # From when the writer gets a job until the worker thread has the save that the job is of.
         self._has_job_without_save = False
 
@@ -147,6 +150,37 @@ class AsyncSaver:
             self._current.latest = None
         if interrupt is not None:
             raise interrupt
+
+    @contextmanager
+    def spare_memory(self) -> Iterator[Callable[[], memoryview | None]]:
+        """Inside of the block the arena can be had for a restore, and a save is an error. What is called to get it
+        returns None where there is none, or where a writer may still read it: after a save that failed. A forked child
+        gets none, because it shares the memory with its parent."""
+        if self._current.is_inherited:
+            yield lambda: None
+            return
+        with self.preparation.paused():
+            self._is_lent = True
+            try:
+                yield self._lend
+            finally:
+                self._is_lent = False
+
+    def require_memory_of_its_own(self, step: int) -> None:
+        """Raise while the arena is lent."""
+        if self._is_lent:
+            raise UsageError(
+                "save() was called while the same manager restores",
+                run=self._catalog.storage.url,
+                step=step,
+                advice="save after restore() has returned, and not in load_state_dict()",
+            )
+
+    def _lend(self) -> memoryview | None:
+        last = self._current.latest
+        if self._has_job_without_save or (last is not None and (not last.done() or last.error is not None)):
+            return None
+        return self.stager.spare_memory()
 
     def releases(self, *, at_exit: bool) -> list[Callable[[], None]]:
         """Return what has to be called, each whatever the others raise, to release everything but the connection. At

@@ -61,7 +61,7 @@ class Saver:
     replicas: "compare" makes it an error when ranks hold different content under one name, "trust" compares nothing.
 
     `lineage` is where this training stands in the run. `on_commit` can be set: it is called on the leader after each
-    commit, from whatever thread that happens in.
+    commit, from whatever thread that happens in. `spare_memory` lends the memory of asynchronous saves to a restore.
     """
 
     def __init__(
@@ -109,6 +109,7 @@ class Saver:
             staging_limit_bytes=staging_limit_bytes,
             emit=self.events.emit,
         )
+        self.spare_memory = self._async.spare_memory
         # A saver that is dropped without being closed: its writer sees the end of the channel, its threads end here.
         weakref.finalize(self, self._async.worker.stop)
         weakref.finalize(self, self._async.preparation.cancel)
@@ -126,6 +127,7 @@ class Saver:
 
         `request` is called here, and what it raises is raised on all ranks.
         """
+        self._async.require_memory_of_its_own(step)
         pending = PendingSave(step, self._ranks.rank, self.events.emit)
         pending.phases["wait"] = self._current.wait_for_previous(step)
         self._async.preparation.stop()
@@ -168,6 +170,7 @@ class Saver:
     def save_part(self, step: int, names: str, request: Callable[[], SaveRequest]) -> PendingSave:
         """Save some components anew, on all ranks, and take the rest over from the checkpoint of the same step that was
         saved or restored last. Returns when it is committed. `names` are the components, as a text."""
+        self._async.require_memory_of_its_own(step)
         pending = PendingSave(step, self._ranks.rank, self.events.emit)
         pending.phases["wait"] = self._current.wait_for_previous(step)
         with collector_paused(), self._failing(pending):

@@ -11,7 +11,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from holdfast.saving.stage import Stager
@@ -25,6 +26,7 @@ logger = logging.getLogger("holdfast")
 
 # Of its own time: how long the thread rests after a piece, and after a look.
 _REST_OF_PIECE, _REST_OF_LOOK = 1.5, 20.0
+_LOOK_SECONDS = 0.1
 _UNKNOWN = StateSize(0, 0, frozenset(), growing=True)
 
 Components = Callable[[], Mapping[str, Any] | None]
@@ -69,6 +71,8 @@ class Preparation:
         self._free_bytes = free_bytes
         self._waits = waits
         self._stopping = threading.Event()
+        # Held by the thread that works on the arena.
+        self._arena_lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._owner = os.getpid()
 
@@ -105,6 +109,12 @@ class Preparation:
         # Not before: a wait that was interrupted must not let the next save use what the thread still works on.
         self._thread = None
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Have the thread leave the arena alone inside of the block."""
+        with self._arena_lock:
+            yield
+
     def _run(self, components: Components) -> None:
         try:
             self._prepare(components)
@@ -132,20 +142,38 @@ class Preparation:
         """Make the arena for a state of this size ready. Return whether to go on."""
         if size.size_bytes == 0 or not self._stager.is_short_of(size.size_bytes, size.tensors):
             return True
-        if not self._stager.reserve(size.size_bytes, size.tensors, self._room_bytes()):
-            return False
+        with self._turn() as is_ours:
+            if not is_ours or not self._stager.reserve(size.size_bytes, size.tensors, self._room_bytes()):
+                return False
         more = True
         while more:
             begin = time.monotonic()
-            if self._stager.missing_bytes > self._free_bytes():
-                # The training has taken the memory meanwhile, and comes first.
-                self._stager.close()
-                return False
-            more = self._stager.take_more()
+            with self._turn() as is_ours:
+                if not is_ours:
+                    return False
+                if self._stager.missing_bytes > self._free_bytes():
+                    # The training has taken the memory meanwhile, and comes first.
+                    self._stager.close()
+                    return False
+                more = self._stager.take_more()
             if self._rest(_REST_OF_PIECE * (time.monotonic() - begin)):
                 return False
-        self._stager.page_lock(size.devices)
-        return True
+        with self._turn() as is_ours:
+            if is_ours:
+                self._stager.page_lock(size.devices)
+        return is_ours
+
+    @contextmanager
+    def _turn(self) -> Iterator[bool]:
+        """Keep others from the arena inside of the block; False where it is time to stop instead."""
+        while not self._arena_lock.acquire(timeout=_LOOK_SECONDS):
+            if self._stopping.is_set():
+                yield False
+                return
+        try:
+            yield True
+        finally:
+            self._arena_lock.release()
 
     def _room_bytes(self) -> int:
         """Return how large the arena may be."""

@@ -57,6 +57,14 @@ class Stager:
         """Return how much memory the arena takes now; its pages may be missing in part before the first save."""
         return self._arena.taken_bytes if self._arena is not None else 0
 
+    def spare_memory(self) -> memoryview | None:
+        """Return the memory of the arena, as far as its pages are there, for a use that ends before the next save."""
+        if self._arena is None:
+            return None
+        # The headers of the files are in it, and are written again with the next layout.
+        self._forget_placement()
+        return self._arena.memory[: max(self._arena.taken_bytes - PAGE_BYTES, 0)]
+
     def arrange(self, files: Sequence[FileLayout], plain: Sequence[PlainFile]) -> tuple[Arena, tuple[Image, ...]]:
         """Return the arena with a place for these files; it is grown, or laid out anew, only when it must be."""
         plain_bytes = sum(_aligned(file.size_bytes) for file in plain)
@@ -151,7 +159,7 @@ class Stager:
         """Return when the arena holds everything. Called in a thread that was started for it, of which this sets the
         current device."""
         self._copier.set_devices()
-        staging.finish()
+        staging.finish_beside_training()
 
     def cancel(self) -> None:
         """Give up what is being staged: the save has failed."""

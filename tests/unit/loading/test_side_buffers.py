@@ -92,8 +92,50 @@ def test_a_device_has_the_room_that_is_free_or_only_cached_less_a_tenth_of_it_al
 
 def test_memory_of_a_device_goes_back_to_it_once() -> None:
     accelerator = FakeAccelerator()
-    buffers = SideBuffers.of(live((3,), (4,)), lambda device: 1 << 20, Accelerators([accelerator]))
+    buffers = SideBuffers.of(live((3,), (4,)), lambda device: 1 << 20, accelerators=Accelerators([accelerator]))
     buffers.fill()
     assert accelerator.calls == [("release_cached_memory", None)]
     buffers.drop()
     assert len(accelerator.calls) == 1, "there is nothing left to release"
+
+
+# Spare memory of the host
+
+LARGE = 4 * 1024 * 1024
+
+
+def test_large_live_tensors_are_held_in_spare_memory_and_small_ones_are_left() -> None:
+    memory = memoryview(bytearray(3 * 4 * LARGE))
+    requests = live((LARGE,), (10,), (2, LARGE // 2))
+    buffers = SideBuffers.of(requests, lambda device: 0, lambda: memory)
+    assert [one.leaf.name for one in buffers.requests] == ["t0", "t2"]
+    assert buffers.rest == [requests[1]]
+    assert not any(one.fresh for one in buffers.requests), "zeros in it must not be given back to the system"
+    for number, one in enumerate(buffers.requests):
+        one.target.fill_(number + 1)
+    held = torch.frombuffer(memory, dtype=torch.float32)
+    assert held.unique().tolist() == [0, 1, 2]
+    assert all(one.target.sum() == 0 for one in requests)
+    buffers.fill()
+    assert [one.target.unique().tolist() for one in requests] == [[1], [0], [2]]
+
+
+def test_what_does_not_fit_into_the_spare_memory_is_left() -> None:
+    memory = memoryview(bytearray(4 * LARGE + 10))
+    requests = live((LARGE,), (LARGE,))
+    buffers = SideBuffers.of(requests, lambda device: 0, lambda: memory)
+    assert [one.leaf.name for one in buffers.requests] == ["t0"]
+    assert buffers.rest == [requests[1]]
+
+
+def test_spare_memory_is_not_asked_for_where_there_is_little_to_hold() -> None:
+    asked: list[int] = []
+    requests = live((LARGE // 8,), (10,))
+    buffers = SideBuffers.of(requests, lambda device: 0, lambda: asked.append(1))
+    assert (buffers.rest, asked) == (requests, [])
+
+
+def test_without_spare_memory_all_is_left() -> None:
+    requests = live((2 * LARGE,))
+    assert SideBuffers.of(requests, lambda device: 0, lambda: None).rest == requests
+    assert SideBuffers.of(requests, lambda device: 0, lambda: memoryview(b"")).rest == requests

@@ -399,3 +399,51 @@ print("went on")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.returncode) == ("went on\n", 0), done.stderr
+
+
+def test_a_pause_keeps_the_thread_from_the_arena_and_it_goes_on_afterwards() -> None:
+    stager = FakeStager()
+    preparation = preparation_of(stager)
+    with preparation.paused():
+        preparation.start(Looks({"model": model()}, {"model": model()}))
+        wait_for(lambda: "writer" in stager.calls)
+        time.sleep(0.2)
+        assert stager.calls == ["writer"]
+    wait_for(lambda: not preparation.is_running)
+    assert stager.calls == READY
+
+
+def test_a_pause_waits_for_the_piece_that_is_being_taken() -> None:
+    stager, taking, goes_on = FakeStager(), threading.Event(), threading.Event()
+
+    def take() -> None:
+        taking.set()
+        goes_on.wait(30)
+
+    stager.on_piece = take
+    preparation = preparation_of(stager)
+    preparation.start(Looks({"model": model()}))
+    assert taking.wait(30)
+    paused = threading.Event()
+
+    def pause() -> None:
+        with preparation.paused():
+            paused.set()
+
+    pausing = threading.Thread(target=pause)
+    pausing.start()
+    assert not paused.wait(0.2)
+    goes_on.set()
+    assert paused.wait(30)
+    pausing.join()
+    preparation.stop()
+
+
+def test_a_thread_that_is_paused_can_be_stopped() -> None:
+    stager = FakeStager()
+    preparation = preparation_of(stager)
+    with preparation.paused():
+        preparation.start(Looks({"model": model()}))
+        wait_for(lambda: "writer" in stager.calls)
+        preparation.stop()
+    assert stager.calls == ["writer"]
