@@ -22,7 +22,7 @@ from holdfast.state.devices.cuda import CudaAccelerator
 from holdfast.state.memory import PAGE_BYTES
 
 if torch.cuda.is_available():
-    from holdfast.loading.copy_ring import SLOT_BYTES, DeviceCarrier
+    from holdfast.loading.copy_ring import DeviceCarrier
     from holdfast.loading.side_buffers import room_on
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -228,9 +228,12 @@ def test_boxes_into_any_device_memory_are_exact(run: tuple[Path, dict[str, torch
 
 def test_slots_are_page_locked_and_begin_at_a_page() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    memory = DeviceCarrier(CudaAccelerator(), device, torch.cuda.current_stream()).memory(SLOT_BYTES)
+    carrier = DeviceCarrier(CudaAccelerator(), device, torch.cuda.current_stream())
+    memory = carrier.memory(1 << 20)
     assert memory.is_pinned()
     assert memory.data_ptr() % PAGE_BYTES == 0
+    carrier.release(memory)
+    assert not memory.is_pinned()
 
 
 def test_pytorchs_own_load_goes_the_same_way(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ class HostBuffer:
     """Memory that begins at a huge page, and has huge pages where the system has them: a disk reads and writes it at
     full speed, and it is page-locked in a tenth of the time that small pages take.
 
-    It is released by `close`, or when it is dropped: `tensor` and `view` must not be used after that.
+    The memory is there as long as anything refers to `tensor` or `view`. Its page locks end with `close`, or when the
+    buffer is dropped: no copy may be under way then.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -28,11 +29,11 @@ class HostBuffer:
         # A child that is forked meanwhile must not share the pages with this process: whichever of the two writes to
         # one then gets another page, and a device would go on with the first.
         memory.madvise(mmap.MADV_DONTFORK)
-        whole = torch.frombuffer(memory, dtype=torch.uint8)
-        start = -whole.data_ptr() % HUGE_PAGE_BYTES
+        start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE_PAGE_BYTES
         self.size_bytes = size_bytes
-        self.tensor = whole[start : start + size_bytes]
         self.view = memoryview(memory)[start : start + size_bytes]
+        # Of the view, and not a part of a larger tensor: torch asks where the storage begins whether that is locked.
+        self.tensor = torch.frombuffer(self.view, dtype=torch.uint8)
         prefer_huge_pages(self.tensor.data_ptr(), size_bytes)
         self._locked: list[Accelerator] = []
         self.close = weakref.finalize(self, _release, memory, self.tensor.data_ptr(), self._locked, os.getpid())

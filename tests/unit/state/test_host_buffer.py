@@ -16,6 +16,7 @@ def test_the_view_and_the_tensor_are_the_same_memory_and_begin_at_a_huge_page() 
     buffer = HostBuffer(3 * HUGE_PAGE_BYTES + 17)
     buffer.take_pages()
     assert buffer.tensor.data_ptr() % HUGE_PAGE_BYTES == 0
+    assert buffer.tensor.untyped_storage().data_ptr() == buffer.tensor.data_ptr(), "or torch takes it for not locked"
     assert buffer.tensor.nbytes == buffer.view.nbytes == 3 * HUGE_PAGE_BYTES + 17
     buffer.view[-1] = 7
     assert buffer.tensor[-1] == 7

@@ -30,6 +30,10 @@ logger = logging.getLogger("holdfast")
 AsyncMode = Literal["async", "async_pinned", "async_device"]
 
 _FIRST_GROUP_BYTES = 256 << 20
+# While two threads take turns with the interpreter, a device gets its work late: until the training has some enqueued
+# ahead, it is left alone. Few copies take no time worth that.
+_HEAD_START_SECONDS = 0.03
+_FEW_COPIES = 64
 # What a clone on the device leaves free: an allocator needs room to move, and other libraries take some, too.
 _DEVICE_RESERVE_BYTES = 1 << 30
 
@@ -43,21 +47,24 @@ class Staging:
         self._end = end
         self._lock = threading.Lock()
         self._sending: Callable[[], list[tuple[Any, int]]] | None = None
-        self._is_sent = True
+        self._is_sent = threading.Event()
+        self._is_sent.set()
+        self._head_start_seconds = 0.0
         self._groups: list[tuple[Any, int]] = []
         self._failure: BaseException | None = None
 
-    def send_later(self, sending: Callable[[], list[tuple[Any, int]]]) -> None:
+    def send_later(self, sending: Callable[[], list[tuple[Any, int]]], head_start_seconds: float) -> None:
         """Have the copies enqueued by `sending`. It returns an event for each group of copies, and how far the arena is
-        filled after that event; it holds what it copies from."""
-        self._sending, self._is_sent = sending, False
+        filled after that event; it holds what it copies from. `head_start_seconds`: how long a thread that finishes
+        beside the training leaves the interpreter to it before that."""
+        self._sending, self._head_start_seconds = sending, head_start_seconds
+        self._is_sent.clear()
 
     def send(self) -> None:
         """Enqueue the copies, if they are not; return when they are. `finish` raises what that raises."""
         with self._lock:
-            if self._is_sent:
+            if self._is_sent.is_set():
                 return
-            self._is_sent = True
             try:
                 self._groups = self._sending() if self._sending is not None else []
             except Exception as error:
@@ -66,11 +73,19 @@ class Staging:
                 # An interrupt of the training, which must get it as well.
                 self._failure = error
                 raise
+            finally:
+                self._is_sent.set()
 
     def cancel(self) -> None:
         """Give up the copies that are not enqueued yet: they will not be."""
         with self._lock:
-            self._sending, self._is_sent = None, True
+            self._sending = None
+            self._is_sent.set()
+
+    def finish_beside_training(self) -> None:
+        """As `finish`, after the head start of the training, which may enqueue the copies itself meanwhile."""
+        self._is_sent.wait(self._head_start_seconds)
+        self.finish()
 
     def finish(self) -> None:
         """Return when the arena holds everything. The writer follows meanwhile."""
@@ -160,7 +175,7 @@ class DeviceCopier:
             return self._send(sorted([*gathered, *copies], key=_end_of), where.used, ready)
 
         # Not now: that takes as long as all the rest of this, and meanwhile the training can go on.
-        staging.send_later(send)
+        staging.send_later(send, _HEAD_START_SECONDS if len(singles) + len(gathered) > _FEW_COPIES else 0.0)
         self._staging, self._reading = (None, {}) if cloned else (staging, where.used)
 
     def wait_for_staging(self) -> None:

@@ -84,7 +84,7 @@ def staging() -> Iterator[Staging]:
 
 def test_copies_are_not_sent_after_the_save_failed(staging: Staging) -> None:
     sending = Sending()
-    staging.send_later(sending)
+    staging.send_later(sending, 0.0)
     staging.cancel()
     staging.send()
     assert sending.count == 0
@@ -93,7 +93,7 @@ def test_copies_are_not_sent_after_the_save_failed(staging: Staging) -> None:
 def test_a_step_that_comes_before_the_copies_are_sent_sends_them_and_they_are_sent_once(staging: Staging) -> None:
     sending = Sending()
     sending.goes_on.set()
-    staging.send_later(sending)
+    staging.send_later(sending, 0.0)
     staging.send()
     assert sending.count == 1
     staging.finish()
@@ -104,7 +104,7 @@ def test_a_step_that_comes_before_the_copies_are_sent_sends_them_and_they_are_se
 @pytest.mark.guarantee("G2")
 def test_a_step_waits_while_another_thread_is_sending(staging: Staging) -> None:
     sending = Sending()
-    staging.send_later(sending)
+    staging.send_later(sending, 0.0)
     finishing, step = threading.Thread(target=staging.finish), threading.Thread(target=staging.send)
     finishing.start()
     assert sending.begun.wait(30)
@@ -117,10 +117,34 @@ def test_a_step_waits_while_another_thread_is_sending(staging: Staging) -> None:
     assert (step.is_alive(), sending.count) == (False, 1)
 
 
+def test_the_thread_that_finishes_leaves_the_interpreter_to_the_training_until_that_has_sent(staging: Staging) -> None:
+    sending = Sending()
+    sending.goes_on.set()
+    staging.send_later(sending, 3600.0)
+    finishing = threading.Thread(target=staging.finish_beside_training)
+    finishing.start()
+    finishing.join(0.2)
+    assert (finishing.is_alive(), sending.count) == (True, 0)
+    staging.send()
+    finishing.join(30)
+    assert (finishing.is_alive(), sending.count) == (False, 1)
+
+
+@pytest.mark.parametrize("give_up", [True, False])
+def test_a_head_start_ends_with_its_time_or_with_the_save(staging: Staging, give_up: bool) -> None:
+    sending = Sending()
+    sending.goes_on.set()
+    staging.send_later(sending, 3600.0 if give_up else 0.05)
+    if give_up:
+        staging.cancel()
+    staging.finish_beside_training()
+    assert sending.count == (0 if give_up else 1)
+
+
 def test_what_a_step_could_not_send_fails_the_save_and_not_the_step(staging: Staging) -> None:
     sending = Sending(RuntimeError("the device is lost"))
     sending.goes_on.set()
-    staging.send_later(sending)
+    staging.send_later(sending, 0.0)
     staging.send()
     with pytest.raises(RuntimeError, match="the device is lost"):
         staging.finish()
@@ -129,7 +153,7 @@ def test_what_a_step_could_not_send_fails_the_save_and_not_the_step(staging: Sta
 def test_an_interrupt_of_a_step_reaches_the_training_and_fails_the_save(staging: Staging) -> None:
     sending = Sending(KeyboardInterrupt())
     sending.goes_on.set()
-    staging.send_later(sending)
+    staging.send_later(sending, 0.0)
     with pytest.raises(KeyboardInterrupt):
         staging.send()
     with pytest.raises(KeyboardInterrupt):
