@@ -1,9 +1,9 @@
 """How long does a verified restore take? Holdfast, its peers, and a bare read of the same bytes, in the same run.
 
 Warm, the files are in the page cache for everybody; cold, they are not, which is checked before each read. "All live"
-overwrites a model and an optimizer that have trained. "Restarted" is what a restarted run has: the model is there, the
-optimizer has no state yet. Peers load into memory of their own and copy from there, where they have no way to load into
-live tensors. Of many small tensors it is the CPU seconds that count.
+overwrites a model and an optimizer that have trained, and were saved before unless it says otherwise. "Restarted" is
+what a restarted run has: the model is there, the optimizer has no state yet. Peers load into memory of their own and
+copy from there, where they have no way to load into live tensors. Of many small tensors it is the CPU seconds that count.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from processes import give_back_memory
 from states import State, gpt_state, many_state
 
 MINE, RESTARTED = "holdfast, verified, all live", "holdfast, verified, restarted"
+NOT_SAVED = "holdfast, verified, all live, no save before"
 QUICK = "holdfast, quick, all live"
 SAFETENSORS = "safetensors + copy"
 
@@ -73,8 +74,16 @@ class Files:
 
 
 def mine(files: Files, state: State, verify: str) -> Callable[[int], object]:
-    manager = holdfast.CheckpointManager(files.run, state.components, verify=verify)
+    """By a manager that has saved nothing."""
+    manager = holdfast.CheckpointManager(files.run, state.components, mode="sync", verify=verify)
     return lambda number: manager.restore()
+
+
+def mine_after_a_save(files: Files, state: State) -> Callable[[int], object]:
+    """By the manager of a training that saves to a run of its own."""
+    manager = holdfast.CheckpointManager(files.run.with_name("own"), state.components, mode="async")
+    manager.save(0, resave=True).wait()
+    return lambda number: manager.restore(files.run)
 
 
 class Restarted:
@@ -152,7 +161,8 @@ def contenders(files: Files, state: State, *, cold: bool) -> list[Contender]:
         found.append(Contender(RESTARTED, restarted.restore, before(files.run, restarted.prepare), "holdfast"))
     return [
         *found,
-        Contender(MINE, mine(files, state, "full"), ours, "holdfast"),
+        Contender(MINE, mine_after_a_save(files, state), ours, "holdfast"),
+        Contender(NOT_SAVED, mine(files, state, "full"), ours, "holdfast"),
         Contender(QUICK, mine(files, state, "quick"), ours, "holdfast"),
         Contender("torch.load + copy", with_torch(files, state), before(files.torch)),
         Contender(SAFETENSORS, with_safetensors(files, state), saved),
