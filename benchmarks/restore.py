@@ -3,7 +3,7 @@
 Warm, the files are in the page cache for everybody; cold, they are not, which is checked before each read. "All live"
 overwrites a model and an optimizer that have trained, and were saved before unless it says otherwise. "Restarted" is
 what a restarted run has: the model is there, the optimizer has no state yet. Peers load into memory of their own and
-copy from there, where they have no way to load into live tensors. Of many small tensors it is the CPU seconds that count.
+copy from there, where they have no way to load into live tensors. Of many small tensors the CPU seconds count.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@ all is checked, and the saves after it are right."""
 from __future__ import annotations
 
 import os
+import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,8 @@ from safetensors.torch import load_file
 
 import holdfast
 from holdfast.errors import CorruptCheckpointError, SaveFailedError, UsageError
+from holdfast.storage.local.disk import Disk
+from holdfast.storage.local.local import LocalStorage
 from holdfast.testing import MemoryStorage
 
 MEBI = 1 << 20
@@ -136,6 +141,33 @@ def test_a_save_in_the_middle_of_a_restore_is_an_error_and_the_restore_is_right(
         manager.save(8).wait()
 
 
+def test_a_save_inside_of_a_restore_that_uses_no_memory_of_saves_is_one_like_any_other(tmp_path: Path) -> None:
+    weights, saved = Weights(1.0), []
+
+    def save() -> None:
+        saved.append(manager.save(7).step)
+
+    with holdfast.CheckpointManager(
+        tmp_path, {"model": weights, "calling": Calling(save)}, mode="sync", rng=False
+    ) as manager:
+        manager.save(1)
+        manager.restore(1)
+    assert saved == [7]
+
+
+def test_tensors_that_are_conjugated_when_they_are_read_are_restored(tmp_path: Path) -> None:
+    weights = Weights(1.0)
+    weights.register_buffer("turned", torch.full((1 << 16,), 1 + 2j).conj())
+    with manager_of(tmp_path, weights) as manager:
+        manager.save(1).wait()
+        weights.set(2.0)
+        weights.turned.fill_(5)
+        manager.restore()
+        assert was_lent(manager)
+        assert weights.values() == [[1.0]] * 4
+        assert bool((weights.turned == 1 - 2j).all())
+
+
 @pytest.mark.guarantee("G1")
 def test_memory_that_the_writer_of_a_failed_save_may_still_read_is_left_alone() -> None:
     weights, storage = Weights(1.0), MemoryStorage()
@@ -153,6 +185,81 @@ def test_memory_that_the_writer_of_a_failed_save_may_still_read_is_left_alone() 
         manager.restore(1)
         assert not was_lent(manager)
         assert weights.values() == [[1.0]] * 4
+
+
+def test_a_restore_inside_of_a_restore_has_memory_of_its_own(tmp_path: Path) -> None:
+    weights, seen = Weights(1.0), []
+
+    def restore() -> None:
+        if not seen:
+            seen.append(None)
+            seen.append(manager.restore(1).step)
+
+    with manager_of(tmp_path, weights, calling=Calling(restore)) as manager:
+        manager.save(1).wait()
+        weights.set(2.0)
+        assert manager.restore().step == 1
+        assert seen == [None, 1]
+        assert weights.values() == [[1.0]] * 4
+        manager.save(2).wait()
+
+
+class StuckDisk(Disk):
+    """Reads of the threads of a restore do not return until `goes_on` is set, nor writes until `writes` is. `reading`:
+    such a read has begun."""
+
+    def __init__(self) -> None:
+        self.stuck, self.reading, self.goes_on, self.writes = False, *(threading.Event() for _ in range(3))
+        self.writes.set()
+
+    def write_at(self, file: int, data: memoryview, offset: int) -> int:
+        assert self.writes.wait(120)
+        return super().write_at(file, data, offset)
+
+    def read_at(self, file: int, target: memoryview, offset: int) -> int:
+        if self.stuck and threading.current_thread().name.startswith("holdfast-read"):
+            # A system call holds the file that it reads.
+            file = os.dup(file)
+            self.reading.set()
+            self.goes_on.wait(120)
+        return super().read_at(file, target, offset)
+
+
+@pytest.mark.guarantee("G1")
+def test_a_thread_that_an_interrupted_restore_left_behind_writes_to_no_later_save(tmp_path: Path) -> None:
+    weights, disk = Weights(1.0), StuckDisk()
+    storage = LocalStorage(tmp_path, disk=disk)
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def interrupt_twice() -> None:
+        assert disk.reading.wait(60)
+        for _ in range(2):
+            time.sleep(0.3)
+            signal.pthread_kill(main, signal.SIGINT)
+
+    with holdfast.CheckpointManager(
+        "run", {"model": weights}, storage=storage, mode="async", rng=False, timeout=120
+    ) as manager:
+        manager.save(1).wait()
+        weights.set(2.0)
+        disk.stuck = True
+        threading.Thread(target=interrupt_twice, daemon=True).start()
+        with pytest.raises(KeyboardInterrupt):
+            manager.restore(1)
+        left = [thread for thread in threading.enumerate() if thread.name.startswith("holdfast-read")]
+        assert left, "or the test shows nothing"
+        weights.set(3.0)
+        # What is staged lies in memory while the threads go on.
+        disk.writes.clear()
+        pending = manager.save(2)
+        disk.goes_on.set()
+        for thread in left:
+            thread.join(60)
+        disk.writes.set()
+        pending.wait()
+        [file] = [path for path in (tmp_path / "step-000000002").rglob("*.safetensors") if path.stat().st_size > MEBI]
+        assert load_file(file)["model.large"].unique().tolist() == [3.0]
 
 
 def test_a_forked_child_leaves_the_memory_of_its_parent_alone(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Carry bytes to tensors through a few slots of host memory, used again and again. Knows devices; knows no files.
 
-A thread fills a slot and copies from it; for an accelerator the slots are page-locked and the copy runs on a stream of
-its own while the thread fills the next slot. A slot is given out again when the copies from it are done.
+Each thread fills a slot of its own and copies from it; for an accelerator the slots are page-locked and the copy runs
+on a stream of its own. A slot is given out again when the copies from it are done.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -60,11 +60,17 @@ class HostCarrier:
 
     slots = 1
 
+    def __init__(self) -> None:
+        self._buffers: dict[int, HostBuffer] = {}
+
     def memory(self, size_bytes: int) -> torch.Tensor:
-        return HostBuffer(size_bytes).tensor
+        """As of `Carrier`, for as long as this carrier is there."""
+        buffer = HostBuffer(size_bytes)
+        self._buffers[buffer.tensor.data_ptr()] = buffer
+        return buffer.tensor
 
     def release(self, memory: torch.Tensor) -> None:
-        return None
+        self._buffers.pop(memory.data_ptr()).close()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if is_host_memory(target) and source.is_contiguous() and source.dtype == target.dtype:
@@ -162,8 +168,12 @@ class Ring:
         self.carrier.wait(self.carrier.mark())
 
     def close(self) -> None:
-        """Release the slots when every copy is done."""
-        self.drain()
+        """Release the slots when every copy is done. They stay for good where that cannot be waited for."""
+        try:
+            self.drain()
+        except BaseException:
+            _lost.append(self)
+            raise
         while self._slots:
             self.carrier.release(self._slots.pop())
 
@@ -176,6 +186,9 @@ class Ring:
         else:
             self.carrier.wait(self._marks[turn])
         return turn
+
+
+_lost: list[Ring] = []
 
 
 class Rings:
@@ -205,8 +218,9 @@ class Rings:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for ring in self._all:
-            ring.close()
+        with ExitStack() as stack:
+            for ring in self._all:
+                stack.callback(ring.close)
 
 
 def carriers_after_this_thread(accelerators: Accelerators = ACCELERATORS) -> Callable[[torch.device], Carrier]:

@@ -75,11 +75,13 @@ def run_jobs(
     on_bytes: OnBytes,
     rings: Rings,
     later: DeviceChecks,
+    kept: object = None,
 ) -> list[Problem]:
     """Do the jobs and return the damage. `on_bytes` is called with the bytes of each task that is done, from any
-    thread. What lands on a device that checks it is noted in `later`."""
+    thread. What lands on a device that checks it is noted in `later`. `kept` is kept alive as long as a thread may
+    write to the addresses of the jobs, also if an interrupt has ended the wait for it."""
 
-    def act(task: _Task) -> list[Problem]:
+    def act(task: _Task, kept: object = kept) -> list[Problem]:
         found = _do_batch(task, checked) if isinstance(task, _Batch) else _do_extent(task, checked, rings, later)
         on_bytes(sum(job.end - job.start for job in task.jobs))
         return found
@@ -269,14 +271,15 @@ def _do_straight(job: Job, source: Source, checked: bool) -> list[tuple[int, int
 def _do_extent(extent: _Extent, checked: bool, rings: Rings, later: DeviceChecks) -> list[Problem]:
     low, high = extent.range_to_read()
     ring = rings.of(extent.jobs[0].device)
+    problems: list[Problem] = []
+    unread: StorageError | None = None
     with ring.slot(high - low) as slot:
         memory = memory_of(slot)
         try:
             extent.source.read_into(low, memory)
         except DAMAGE as error:
-            return _do_apart(extent, error, checked, rings, later)
-        problems = []
-        for job in extent.jobs:
+            unread = error
+        for job in extent.jobs if unread is None else ():
             here = checked and job.landing is None
             damaged = check_in(memory, low, job.region, job.start, job.end) if here else []
             if damaged:
@@ -288,7 +291,7 @@ def _do_extent(extent: _Extent, checked: bool, rings: Rings, later: DeviceChecks
                 _give_back_zeros(job)
             if checked and job.landing is not None:
                 later.add(job, job.landing)
-    return problems
+    return problems if unread is None else _do_apart(extent, unread, checked, rings, later)
 
 
 def _do_apart(extent: _Extent, error: StorageError, checked: bool, rings: Rings, later: DeviceChecks) -> list[Problem]:

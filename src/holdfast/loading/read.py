@@ -55,7 +55,7 @@ def read(
         damage, rest = read_small(files, requests, checked=checked, once=readers == 1, on_bytes=on_bytes)
         jobs = (job for request in _in_file_order(rest) for job in _fills(request, checkpoint, readers, later))
         rings = stack.enter_context(rings or Rings())
-        problems = run_jobs(files, jobs, checked, on_bytes, rings, later)
+        problems = run_jobs(files, jobs, checked, on_bytes, rings, later, kept=requests)
     return damage + problems + later.problems()
 
 
@@ -127,7 +127,8 @@ def _converted(leaf: TensorRecord, overlap: Overlap, target: torch.Tensor, once:
 def _to_device(
     leaf: TensorRecord, overlap: Overlap, whole_target: torch.Tensor, once: bool, lands: bool
 ) -> Iterator[Job]:
-    flat = whole_target.view(-1).view(torch.uint8)
+    # Not `view(-1)`: one element may have any stride.
+    flat = whole_target.as_strided((whole_target.numel(),), (1,)).view(torch.uint8)
     region, file = overlap.region, overlap.chunk.file
     first = overlap.span.start * leaf.item_bytes
     for start, end in pieces(region, first, first + flat.numel(), piece_bytes(flat.device)):

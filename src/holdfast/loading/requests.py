@@ -35,7 +35,7 @@ page cache all wait for the disk, and then the disk for all of them."""
 
 DEVICE_PIECE_BYTES = 16 << 20
 """The most bytes that are read at once for a device: what a thread does for each piece, it does while others wait for
-the interpreter, and the processor does not digest them."""
+the interpreter."""
 
 
 @dataclass(frozen=True, slots=True)

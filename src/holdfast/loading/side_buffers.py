@@ -51,8 +51,9 @@ class SideBuffers:
         buffers = cls(accelerators=accelerators)
         by_device: dict[torch.device, list[Request]] = {}
         for request in requests:
-            # One that was made in inference mode takes no copy outside of it.
-            if request.target.is_inference():
+            # One that was made in inference mode takes no copy outside of it, and one that is conjugated or negated
+            # when it is read takes none together with others.
+            if request.target.is_inference() or request.target.is_conj() or request.target.is_neg():
                 buffers.rest.append(request)
             else:
                 by_device.setdefault(request.target.device, []).append(request)

@@ -83,12 +83,12 @@ class _Reading:
 
     def run(self, address_of: Callable[[Request], int | None]) -> tuple[list[Problem], list[Request]]:
         """Read run after run. Return the damage, and the requests that were not among them."""
-        slot: torch.Tensor | None = None
+        carrier, slot = HostCarrier(), None
         for file, chunks in self._by_file(address_of).items():
             runs = list(_runs(chunks))
             source = self._files.sound(file) if runs else None
             if source is not None:
-                slot = HostCarrier().memory(_SLOT_BYTES) if slot is None else slot
+                slot = carrier.memory(_SLOT_BYTES) if slot is None else slot
                 step = alignment_of(source) if self._once else 1
                 for run in runs:
                     self._read(run, file, source, slot, step)

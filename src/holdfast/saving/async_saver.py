@@ -91,7 +91,7 @@ class AsyncSaver:
         self._timeout_seconds = timeout_seconds
         self._background_ranks: Ranks | None = None
         self._jobs = 0
-        self._is_lent = False
+        self._may_lend = self._is_lent = False
         # From when the writer gets a job until the worker thread has the save that the job is of.
         self._has_job_without_save = False
 
@@ -153,18 +153,23 @@ class AsyncSaver:
 
     @contextmanager
     def spare_memory(self) -> Iterator[Callable[[], memoryview | None]]:
-        """Inside of the block the arena can be had for a restore, and a save is an error. What is called to get it
-        returns None where there is none, or where a writer may still read it: after a save that failed. A forked child
-        gets none, because it shares the memory with its parent."""
-        if self._current.is_inherited:
+        """Inside of the block the arena can be had for a restore. What is called to get it returns None where there is
+        none, or where a writer may still read it: after a save that failed. A save is an error from then on. A forked
+        child gets none, because it shares the memory with its parent, and neither does a restore inside of another."""
+        if self._current.is_inherited or self._may_lend:
             yield lambda: None
             return
         with self.preparation.paused():
-            self._is_lent = True
+            self._may_lend = True
             try:
                 yield self._lend
+            except BaseException:
+                # A thread of the restore that an interrupt left behind may still write to it.
+                if self._is_lent:
+                    self.stager.close()
+                raise
             finally:
-                self._is_lent = False
+                self._may_lend = self._is_lent = False
 
     def require_memory_of_its_own(self, step: int) -> None:
         """Raise while the arena is lent."""
@@ -177,10 +182,14 @@ class AsyncSaver:
             )
 
     def _lend(self) -> memoryview | None:
-        last = self._current.latest
+        last, writer = self._current.latest, self.supervisor.writer
         if self._has_job_without_save or (last is not None and (not last.done() or last.error is not None)):
             return None
-        return self.stager.spare_memory()
+        if writer is not None and writer.may_still_read:
+            return None
+        memory = self.stager.spare_memory()
+        self._is_lent = memory is not None
+        return memory
 
     def releases(self, *, at_exit: bool) -> list[Callable[[], None]]:
         """Return what has to be called, each whatever the others raise, to release everything but the connection. At

@@ -81,7 +81,8 @@ class Stager:
             self.close()
             self._arena = Arena.make(wanted)
         if self._placement is None:
-            self._placement = _place(files, self._images, self._arena)
+            with torch.inference_mode(False):
+                self._placement = _place(files, self._images, self._arena)
         self._files = files
         return self._arena, self._images
 
@@ -143,7 +144,8 @@ class Stager:
         own before they change it."""
         placement = self._require_placement()
         staging = Staging(placement.arena, self._tensor_bytes)
-        with torch.no_grad():
+        # What is made here is filled later, and not in the inference mode that the caller may be in.
+        with torch.inference_mode(False), torch.no_grad():
             if self._accelerators.among(sources.devices):
                 tensors = placement.sources(sources.tensors)
                 self._copier.start(tensors, placement, optimizers, staging, clones=mode == "async_device")

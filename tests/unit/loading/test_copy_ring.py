@@ -8,7 +8,16 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from holdfast.loading.copy_ring import DeviceCarrier, HostCarrier, Ring, Rings, carriers_after_this_thread
+from holdfast.loading.copy_ring import (
+    DeviceCarrier,
+    HostCarrier,
+    Ring,
+    Rings,
+    _lost,
+    carriers_after_this_thread,
+    piece_bytes,
+)
+from holdfast.loading.requests import READ_PIECE_BYTES
 from holdfast.state.devices import Accelerators
 from holdfast.state.memory import PAGE_BYTES
 from tests.unit.state.devices.fake import FakeAccelerator, FakeStream
@@ -20,6 +29,7 @@ class LateCarrier(HostCarrier):
     slots = 3
 
     def __init__(self) -> None:
+        super().__init__()
         self.allocated: list[int] = []
         self._pending: list[Callable[[], None]] = []
         self._done = 0
@@ -168,3 +178,77 @@ def test_a_device_without_an_accelerator_or_a_stream_of_this_thread_is_copied_to
     assert isinstance(carrier(torch.device("cpu")), DeviceCarrier)
     assert isinstance(carrier(torch.device("cpu", 0)), HostCarrier)
     assert isinstance(carrier(torch.device("meta")), HostCarrier)
+
+
+class CarefulAccelerator(FakeAccelerator):
+    """Refuses to unlock memory while a copy from it may be under way."""
+
+    def undo_page_lock(self, address: int) -> None:
+        assert all(stream.done == len(stream.work) for stream in self.streams), (
+            "a device would read what is no longer there"
+        )
+        super().undo_page_lock(address)
+
+
+@pytest.mark.parametrize("size_bytes", [50, 5000])
+def test_slots_are_released_when_the_copies_from_them_are_done_and_not_before(size_bytes: int) -> None:
+    accelerator, device = CarefulAccelerator(), torch.device("cpu")
+    target = torch.zeros(size_bytes, dtype=torch.uint8)
+    ring = Ring(DeviceCarrier(accelerator, device, accelerator.training_stream), slot_bytes=100)
+    with ring.slot(size_bytes) as slot:
+        slot.fill_(7)
+        ring.carrier.copy(target, slot)
+    ring.close()
+    assert target.tolist() == [7] * size_bytes
+    assert [name for name, _ in accelerator.calls] == ["set_device", "page_lock", "undo_page_lock"]
+
+
+def test_rings_release_the_slots_of_all_threads_at_their_end() -> None:
+    accelerator, device = FakeAccelerator(), torch.device("cpu")
+    targets = [torch.zeros(10, dtype=torch.uint8) for _ in range(3)]
+    with Rings(carriers_after_this_thread(Accelerators([accelerator]))) as rings:
+        threads = [threading.Thread(target=lambda t=target: fill(rings.of(device), [t])) for target in targets]
+        for thread in threads:
+            thread.start()
+            thread.join()
+    assert sum(name == "undo_page_lock" for name, _ in accelerator.calls) == 3
+
+
+def test_a_ring_whose_copies_cannot_be_waited_for_keeps_its_slots_and_the_others_are_closed() -> None:
+    class Broken(LateCarrier):
+        """A device that is lost."""
+
+        released = 0
+
+        def wait(self, mark: int) -> None:
+            raise RuntimeError("the device is lost")
+
+        def release(self, memory: torch.Tensor) -> None:
+            Broken.released += 1
+
+    made: list[LateCarrier] = []
+
+    def carrier(device: torch.device) -> LateCarrier:
+        made.append(Broken() if len(made) == 1 else LateCarrier())
+        return made[-1]
+
+    devices = [torch.device("meta"), torch.device("cpu"), torch.device("cpu", 0)]
+    targets = [torch.zeros(10, dtype=torch.uint8) for _ in devices]
+    rings = Rings(carrier)
+    for device, target in zip(devices, targets, strict=True):
+        fill(rings.of(device), [target])
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        rings.__exit__(None, None, None)
+    assert [int(target[0]) for target in targets] == [1, 0, 1]
+    assert Broken.released == 0
+    assert made[1] in [ring.carrier for ring in _lost]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_slot_has_room_for_a_piece_that_is_widened_to_whole_pages(device: str) -> None:
+    carrier = LateCarrier()
+    largest = max(piece_bytes(torch.device(device)), READ_PIECE_BYTES) + 2 * PAGE_BYTES
+    with Rings(lambda device: carrier) as rings, rings.of(torch.device(device)).slot(largest) as slot:
+        assert slot.nbytes == largest
+        [made] = carrier.allocated
+        assert made > largest, "the slot that is used again, and no memory for this one alone"

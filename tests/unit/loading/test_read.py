@@ -12,15 +12,19 @@ import torch
 
 import holdfast
 from holdfast.errors import CorruptCheckpointError
-from holdfast.loading.copy_ring import HostCarrier, Rings
-from holdfast.loading.read import check_bytes, read
+from holdfast.loading.copy_ring import DeviceCarrier, HostCarrier, Rings, piece_bytes
+from holdfast.loading.io import Job, _Extent
+from holdfast.loading.read import _fills, check_bytes, read
 from holdfast.loading.requests import Request, size_of
 from holdfast.loading.side_buffers import SideBuffers
 from holdfast.ondisk.regions import Box, whole
 from holdfast.runs.checkpoint import Checkpoint
+from holdfast.state.tensors import torch_dtype
+from holdfast.storage.blocks import Region
 from holdfast.storage.local.disk import Disk
 from holdfast.storage.local.local import LocalStorage
 from holdfast.storage.local.page_cache import PageCache
+from tests.unit.state.devices.fake import FakeAccelerator
 
 
 class ColdCache(PageCache):
@@ -203,6 +207,7 @@ class LateCarrier(HostCarrier):
     slots = 2
 
     def __init__(self) -> None:
+        super().__init__()
         self.copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.done = 0
 
@@ -400,3 +405,65 @@ def test_a_tensor_of_another_type_is_converted_piece_by_piece(tmp_path: Path, sh
     assert read(checkpoint, [Request(leaf, whole(shape), target, False)], checked=True, rings=rings) == []
     assert torch.equal(target, whole_tensor.bfloat16())
     assert 0 < CountingCarrier.most <= 8 << 20
+
+
+class Landing:
+    """A device that checks what has landed on it."""
+
+    def takes(self, device: torch.device) -> bool:
+        return True
+
+
+@pytest.mark.guarantee("G7")
+@pytest.mark.parametrize("fresh", [True, False])
+def test_only_new_memory_holds_bytes_that_a_device_is_still_to_check(folder: Path, fresh: bool) -> None:
+    checkpoint, later = open_run(folder), Landing()
+    requests = [
+        Request(leaf, whole(leaf.shape), torch.empty(leaf.shape, device="meta", dtype=torch_dtype(leaf.dtype)), fresh)
+        for leaf in checkpoint.manifest.tensors
+    ]
+    jobs = [job for one in requests for job in _fills(one, checkpoint, 1, later)]  # type: ignore[arg-type]
+    assert jobs
+    assert all((job.landing is not None) == fresh for job in jobs)
+
+
+def test_one_element_may_have_any_stride(folder: Path) -> None:
+    checkpoint = open_run(folder)
+    leaf = next(leaf for leaf in checkpoint.manifest.tensors if leaf.name == "holder.c_scalar")
+    target = torch.empty(2, device="meta")[::2].view(())
+    jobs = list(_fills(Request(leaf, whole(()), target, False), checkpoint, 1, Landing()))  # type: ignore[arg-type]
+    assert [(job.start, job.end) for job in jobs] == [(0, 4)]
+
+
+def test_only_neighbours_in_one_file_for_one_device_are_read_together() -> None:
+    class Source:
+        size_bytes = 1 << 30
+
+    one, other = Source(), Source()
+    region = Region(0, 1 << 30, 1 << 20, ())
+
+    def job(start: int, end: int, device: str = "cpu") -> Job:
+        return Job("leaf", "file", region, start, end, 1, device=torch.device(device))
+
+    extent = _Extent(one, 1, 0, 1000, [job(0, 1000)])  # type: ignore[arg-type]
+    assert extent.takes(job(1000, 2000), one, 1000, 2000)  # type: ignore[arg-type]
+    assert not extent.takes(job(1000, 2000), other, 1000, 2000), "of another file"  # type: ignore[arg-type]
+    assert not extent.takes(job(1000, 2000, "meta"), one, 1000, 2000), "for another device"  # type: ignore[arg-type]
+    far, large = 1000 + (1 << 20), piece_bytes(torch.device("cpu")) + 1
+    assert not extent.takes(job(far, far + 10), one, far, far + 10), "too far away"  # type: ignore[arg-type]
+    assert not extent.takes(job(1000, large), one, 1000, large), "too much for a slot"  # type: ignore[arg-type]
+
+
+def test_a_short_read_of_several_jobs_is_damage_on_a_device_that_copies_late(folder: Path, tmp_path: Path) -> None:
+    """Each is read by itself then, in the slot in which they were to be read together."""
+    copy = tmp_path / "copy"
+    os.system(f"cp -r '{folder}' '{copy}'")
+    leaves = {leaf.name: leaf for leaf in open_run(copy).manifest.tensors}
+    end = leaves["holder.f_050"].chunks[0].start + 10
+    checkpoint = open_run(copy, TruncatingDisk(file_of(copy), end, cold=True))
+    requests = transposed_requests(checkpoint)
+    accelerator = FakeAccelerator()
+    rings = Rings(lambda device: DeviceCarrier(accelerator, device, accelerator.training_stream))
+    blamed = {problem.leaf for problem in read(checkpoint, requests, checked=True, rings=rings)}
+    assert "holder.f_051" in blamed
+    assert_exact([one for one in requests if one.leaf.name not in blamed])

@@ -206,6 +206,22 @@ def test_an_arena_of_the_right_size_is_page_locked_once_by_a_thread_at_its_devic
     stager.close()
 
 
+@pytest.mark.parametrize("first_in_inference_mode", [True, False])
+@pytest.mark.parametrize("mode", ["async_pinned", "async_device"])
+def test_a_save_in_inference_mode_is_finished_outside_of_it(mode: Any, first_in_inference_mode: bool) -> None:
+    stager = Stager(Accelerators([FakeAccelerator()]))
+    sizes, files = [60 * MIB, 100, 100], files_of(60 * MIB, 100, 100)
+    for inference in (first_in_inference_mode, not first_in_inference_mode):
+        tensors = [torch.full((size,), 1.0 + inference) for size in sizes]
+        with torch.inference_mode(inference):
+            stager.arrange(files, [])
+            staging = stager.stage(sources_of(tensors), mode, [])
+        stager.finish_in_own_thread(staging)
+        assert stager._placement is not None
+        assert [view.unique().tolist() for view in stager._placement.views] == [[1.0 + inference]] * 3
+    stager.close()
+
+
 def test_plain_files_have_their_place_in_an_arena_that_was_reserved(stager: Stager) -> None:
     sizes = [10 * MIB]
     stager.reserve(4 * sum(sizes), 1, limit_bytes=1 << 40)

@@ -185,13 +185,14 @@ class _Buffer:
 
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes
+        self._carrier = HostCarrier()
         self._stored: torch.Tensor | None = None
         self._wanted: torch.Tensor | None = None
 
     def fill(self, source: Source, batch: Sequence[_Part]) -> list[memoryview]:
         """Read a batch and return the bytes of its parts, in their order."""
         if self._stored is None:
-            self._stored = HostCarrier().memory(self._size_bytes)
+            self._stored = self._carrier.memory(self._size_bytes)
         targets = [_tensor(self._stored, part.stored_start, part.item.entry.dtype, part.box) for part in batch]
         source.read([Fill(part.item.entry, part.box, target) for part, target in zip(batch, targets, strict=True)])
         return [self._bytes(part, target) for part, target in zip(batch, targets, strict=True)]
@@ -200,7 +201,7 @@ class _Buffer:
         if part.item.dtype == part.item.entry.dtype:
             return memory_of(stored)
         if self._wanted is None:
-            self._wanted = HostCarrier().memory(self._size_bytes)
+            self._wanted = self._carrier.memory(self._size_bytes)
         wanted = _tensor(self._wanted, part.wanted_start, part.item.dtype, part.box)
         _require_range(part.item, stored, wanted.dtype)
         wanted.copy_(stored)
