@@ -7,9 +7,10 @@ on a stream of its own. A slot is given out again when the copies from it are do
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -21,6 +22,8 @@ from holdfast.state.host_buffer import HostBuffer
 from holdfast.state.tensors import is_host_memory
 
 __all__ = ["Carrier", "DeviceCarrier", "HostCarrier", "Ring", "Rings", "piece_bytes"]
+
+logger = logging.getLogger("holdfast")
 
 # A piece is widened to whole pages on both sides.
 _WIDENED_BYTES = 64 << 10
@@ -111,9 +114,11 @@ class DeviceCarrier:
     def memory(self, size_bytes: int) -> torch.Tensor:
         buffer = HostBuffer(size_bytes)
         buffer.take_pages()
-        # Where it cannot be page-locked, the same copies only take longer.
-        with suppress(RuntimeError):
+        try:
             buffer.page_lock(self._accelerator)
+        except RuntimeError as error:
+            # The same copies only take longer.
+            logger.debug("%d MiB could not be page-locked for %s: %s", size_bytes >> 20, self._device, error)
         self._buffers[buffer.tensor.data_ptr()] = buffer
         return buffer.tensor
 
