@@ -18,7 +18,7 @@ __all__ = ["HostBuffer"]
 
 class HostBuffer:
     """Memory that begins at a huge page, and has huge pages where the system has them: a disk reads and writes it at
-    full speed, and it is page-locked in a tenth of the time that small pages take.
+    full speed, and to page-lock it takes less time than small pages do.
 
     The memory is there as long as anything refers to `tensor` or `view`. Its page locks end with `close`, or when the
     buffer is dropped: no copy may be under way then.

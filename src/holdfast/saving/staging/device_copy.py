@@ -180,11 +180,12 @@ class DeviceCopier:
 
     def wait_for_staging(self) -> None:
         """Make the current stream of every device wait for the copies that still read. The CPU goes on at once."""
-        staging, self._staging = self._staging, None
-        if staging is not None:
-            staging.send()
+        if self._staging is not None:
+            self._staging.send()
             for device, accelerator in self._reading.items():
                 accelerator.current_stream(device).wait_stream(self._stream(device, accelerator))
+            # Not before: an interrupt must not let the next step begin without the wait.
+            self._staging = None
 
     def cancel(self) -> None:
         """Give up what is being staged: the save has failed."""

@@ -218,6 +218,23 @@ def test_what_changes_after_the_optimizer_waited_is_staged_as_it_was(scene: Scen
 
 
 @pytest.mark.guarantee("G2")
+def test_after_an_interrupt_of_the_wait_the_next_step_waits(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    staging = scene.start()
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(staging, "send", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            scene.copier.wait_for_staging()
+    scene.copier.wait_for_staging()
+    scene.change(scene.weight)
+    staging.finish()
+    assert scene.staged()[0] == [1]
+
+
+@pytest.mark.guarantee("G2")
 def test_a_weight_that_is_given_other_memory_before_its_copy_is_sent_is_staged_as_it_was(scene: Scene) -> None:
     scene.sources[0] = scene.weight.data
     live = scene.sources[0]
