@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -16,6 +17,9 @@ def pytest_configure() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # TCPStore looks up the name of every address that connects to it, in the thread that answers all ranks. A lost
+    # answer of the name server stops that thread for five seconds, which is longer than some time limits of tests.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

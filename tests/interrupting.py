@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
 import holdfast
 
-__all__ = ["interrupt_everywhere"]
+__all__ = ["interrupt_everywhere", "interrupt_main_thread_inside", "is_inside"]
 
 # `with` statements pass through contextlib; what else the standard library does inside is not ours to mend.
 _PLACES = (str(Path(holdfast.__file__).parent), contextlib.__file__)
@@ -53,3 +56,20 @@ def _interrupted_at(number: int, work: Callable[[], object], only_if: Callable[[
     finally:
         sys.setprofile(None)
     return place
+
+
+def is_inside(frame: FrameType | None, name: str) -> bool:
+    """Return whether a function of this name has led to a frame."""
+    while frame is not None and frame.f_code.co_name != name:
+        frame = frame.f_back
+    return frame is not None
+
+
+def interrupt_main_thread_inside(name: str) -> None:
+    """Interrupt the main thread, as by Ctrl-C, once it is inside of a function of this name."""
+    main = threading.main_thread().ident or 0
+    while not is_inside(sys._current_frames().get(main), name):
+        time.sleep(0.001)
+    # From there it goes on to a wait, in which it stays.
+    time.sleep(0.05)
+    signal.pthread_kill(main, signal.SIGINT)

@@ -14,6 +14,7 @@ import holdfast
 from holdfast.errors import HoldfastError, SaveFailedError, UsageError
 from holdfast.ondisk import paths
 from holdfast.ondisk.manifest import (
+    BLOCK_BYTES,
     MAX_MANIFEST_BYTES,
     MAX_SEQUENCE,
     MAX_VALUES_BYTES,
@@ -133,7 +134,7 @@ def test_a_file_of_values_above_the_readers_limit_is_not_committed() -> None:
 def test_a_header_above_the_readers_limit_is_not_written() -> None:
     names = ["\U0001f600" * 1000 + str(place) for place in range(MAX_HEADER_BYTES // 8000 + 1)]
     with pytest.raises(UsageError, match=r"header of [0-9,]+ bytes.*shorter names"):
-        frame([FramedChunk.of(name, "float32", Box((0,), (1,))) for name in names])
+        frame([FramedChunk.of(name, "float32", Box((0,), (1,))) for name in names], BLOCK_BYTES)
 
 
 def test_a_note_that_could_not_be_read_again_is_refused() -> None:

@@ -122,8 +122,11 @@ def test_an_interrupt_in_the_middle_of_a_message_ends_the_writer_and_the_next_sa
 
 @pytest.mark.parametrize("where", ["drain", "release"])
 def test_a_close_that_was_interrupted_is_finished_by_the_next_one(where: str, tmp_path: Path) -> None:
+    before = set(threading.enumerate())
     manager = holdfast.CheckpointManager(tmp_path, {"holder": Holder()}, mode="async", rng=False)
     handle = manager.save(1)
+    heartbeats = [thread for thread in set(threading.enumerate()) - before if thread.name == "holdfast-lease"]
+    assert len(heartbeats) == 1
     writer: Any = manager._saver._async.supervisor.writer
     if where == "drain":
         manager._saver.drain = interrupt_once(manager._saver.drain, before=True)  # type: ignore[method-assign]
@@ -136,7 +139,8 @@ def test_a_close_that_was_interrupted_is_finished_by_the_next_one(where: str, tm
     manager.close()
     assert handle.done()
     assert parent_of(writer.process_id) is None, "the writer has ended"
-    assert [thread.name for thread in threading.enumerate() if thread.name == "holdfast-lease"] == []
+    heartbeats[0].join(60)
+    assert not heartbeats[0].is_alive(), "the heartbeat was stopped"
     manager.close()
     with holdfast.CheckpointManager(tmp_path, {"holder": Holder()}, mode="sync", rng=False) as other:
         other.restore()

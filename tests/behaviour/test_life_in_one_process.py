@@ -25,6 +25,7 @@ from holdfast.errors import (
     CorruptCheckpointError,
     GuardMismatchError,
     RunInUseError,
+    SaveFailedError,
     StorageError,
     UsageError,
 )
@@ -1276,3 +1277,298 @@ def test_a_full_disk_costs_the_save_and_nothing_that_is_kept(tmp_path: Path) -> 
         storage.room_bytes = 4 << 20
         manager.step(3)
     assert steps_of(storage.inner) == [3]
+
+
+class SavesItself:
+    """A component whose state saves the manager that is saving it."""
+
+    manager: holdfast.CheckpointManager | None = None
+
+    def state_dict(self) -> dict[str, int]:
+        if self.manager is not None:
+            with pytest.raises(holdfast.UsageError, match=r"save\(\) was called in the middle of save\(\)"):
+                self.manager.save(7)
+        return {"value": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_save_inside_of_a_save_is_refused_and_the_outer_one_is_right(tmp_path: Path, mode: str) -> None:
+    component = SavesItself()
+    with holdfast.CheckpointManager(tmp_path, {"own": component}, mode=mode) as manager:
+        component.manager = manager
+        assert manager.save(1).wait().step == 1
+        assert manager.save(2).wait().step == 2
+        assert manager.save(2, resave=True, components=("own",)).wait().step == 2
+        assert [found.step for found in manager.checkpoints()] == [2, 2, 1]
+
+
+class Calls:
+    """A component that calls something in its `state_dict` or its `load_state_dict`, and notes what that raises."""
+
+    def __init__(self) -> None:
+        self.in_state_dict: Callable[[], object] = lambda: None
+        self.in_load: Callable[[], object] = lambda: None
+        self.errors: list[str] = []
+
+    def _call(self, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except holdfast.UsageError as error:
+            self.errors.append(str(error))
+
+    def state_dict(self) -> dict[str, int]:
+        self._call(self.in_state_dict)
+        return {"value": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._call(self.in_load)
+
+
+@pytest.mark.guarantee("G2")
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("size", [3, 1 << 22])
+def test_no_call_inside_of_another_mixes_two_states(tmp_path: Path, mode: str, size: int) -> None:
+    """A checkpoint that such a call makes has some components of one step and some of another, with right digests."""
+    model, component = torch.nn.Linear(size, 1, bias=False), Calls()
+    torch.nn.init.ones_(model.weight)
+    with holdfast.CheckpointManager(tmp_path, {"calls": component, "model": model}, mode=mode) as manager:
+        manager.save(1).wait()
+        torch.nn.init.zeros_(model.weight)
+        component.in_state_dict = lambda: manager.restore(1)
+        manager.save(2).wait()
+        assert not model.weight.any()
+        component.in_state_dict = lambda: manager.attach("more", Calls())
+        manager.save(3).wait()
+        component.in_state_dict = lambda: None
+        component.in_load = lambda: manager.save(50)
+        manager.restore(1)
+        component.in_load = lambda: manager.restore(2)
+        manager.restore(1)
+        component.in_load = lambda: manager.save(3, resave=True, components=("model",))
+        manager.restore(1)
+        assert model.weight.all()
+        assert [found.step for found in manager.checkpoints()] == [3, 2, 1]
+    texts = ["restore() was called in the middle of save()", "attach() was called in the middle of save()"]
+    texts += [f"{name}() was called in the middle of restore()" for name in ("save", "restore", "save")]
+    assert [text in error for text, error in zip(texts, component.errors, strict=True)] == [True] * 5
+
+
+@pytest.mark.guarantee("G6")
+def test_saves_of_a_callback_and_of_the_training_take_turns(tmp_path: Path) -> None:
+    """Two of them at once took each other's place, and neither was committed."""
+    holder = {"step": torch.zeros(1)}
+    handles: list[holdfast.SaveHandle] = []
+
+    def also_save(event: holdfast.Event) -> None:
+        if event.kind == "committed" and event.step is not None and event.step < 1000:
+            handles.append(manager.save(1000 + event.step))
+
+    state = {"holder": holder}
+    with holdfast.CheckpointManager(tmp_path, state, mode="async", on_event=also_save, timeout=60) as manager:
+        for step in range(1, 11):
+            holder["step"].fill_(step)
+            handles.append(manager.save(step))
+        manager.wait()
+    found = {handle.wait().step for handle in handles}
+    assert found == {one.step for one in holdfast.checkpoints(tmp_path)} == {*range(1, 11), *range(1001, 1011)}
+
+
+@pytest.mark.guarantee("G2")
+def test_a_wait_and_a_restore_wait_for_the_save_of_a_callback_too(tmp_path: Path) -> None:
+    """A restore beside it would change what it still copies."""
+    holder = {"step": torch.zeros(1)}
+
+    def also_save(event: holdfast.Event) -> None:
+        if event.kind == "committed" and event.step is not None and event.step < 1000:
+            manager.save(1000 + event.step)
+
+    state = {"holder": holder}
+    with holdfast.CheckpointManager(tmp_path, state, mode="async", on_event=also_save, timeout=60) as manager:
+        for step in range(1, 6):
+            manager.save(step)
+            manager.wait()
+            assert not manager.is_pending
+            manager.save(100 + step)
+            assert manager.restore().step == 1100 + step
+
+
+@pytest.mark.parametrize("wait", ["handle", "manager", "save", "restore", "close", "part"])
+def test_a_callback_that_waits_for_its_own_save_is_refused_and_does_not_hang(wait: str, tmp_path: Path) -> None:
+    holder, errors = {"step": torch.zeros(1)}, list[str]()
+
+    def save_and_wait(event: holdfast.Event) -> None:
+        if event.kind != "committed" or event.step != 1:
+            return
+        handle = manager.save(2)
+        waits: dict[str, Callable[[], object]] = {
+            "handle": handle.wait,
+            "manager": manager.wait,
+            "save": lambda: manager.save(3),
+            "restore": manager.restore,
+            "close": manager.close,
+            "part": lambda: manager.save(2, resave=True, components=["holder"]),
+        }
+        try:
+            waits[wait]()
+        except UsageError as error:
+            errors.append(str(error))
+
+    with holdfast.CheckpointManager(tmp_path, {"holder": holder}, mode="async", on_event=save_and_wait) as manager:
+        manager.save(1)
+        manager.wait()
+        assert ["begins when the callback has returned" in error for error in errors] == [True]
+        assert [one.step for one in manager.checkpoints()] == [2, 1]
+        manager.save(4).wait()
+    assert holdfast.resolve(tmp_path).step == 4
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_callback_of_a_removal_cannot_close_the_manager(mode: Any, tmp_path: Path) -> None:
+    errors = []
+
+    def close(event: holdfast.Event) -> None:
+        if event.kind == "pruned":
+            try:
+                manager.close()
+            except UsageError as error:
+                errors.append(str(error))
+
+    holder, keep = {"step": torch.zeros(1)}, holdfast.KeepLast(1)
+    with holdfast.CheckpointManager(tmp_path, {"holder": holder}, mode=mode, keep=keep, on_event=close) as manager:
+        for step in (1, 2):
+            manager.save(step).wait()
+        manager._run.housekeeper.wait()
+        assert ["the thread that it runs in" in error for error in errors] == [True]
+        manager.save(3).wait()
+
+
+def test_a_manager_is_not_closed_in_the_middle_of_a_save(tmp_path: Path) -> None:
+    component = Calls()
+    with holdfast.CheckpointManager(tmp_path, {"calls": component}, mode="async") as manager:
+        component.in_state_dict = manager.close
+        manager.save(1).wait()
+        assert "close() was called in the middle of save()" in component.errors[0]
+        component.in_state_dict = lambda: None
+        manager.save(2).wait()
+
+
+def test_a_save_that_waits_while_another_thread_closes_the_manager_is_refused(tmp_path: Path) -> None:
+    component, errors = Calls(), []
+
+    def save() -> None:
+        try:
+            manager.save(2)
+        except ClosedError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=lambda: manager.close()), threading.Thread(target=save)]
+    manager = holdfast.CheckpointManager(tmp_path, {"calls": component}, mode="async")
+
+    def start_both() -> None:
+        for thread in threads:
+            thread.start()
+            thread.join(0.2)
+
+    component.in_state_dict = start_both
+    manager.save(1)
+    for thread in threads:
+        thread.join(60)
+    assert len(errors) == 1
+    assert [one.step for one in holdfast.checkpoints(tmp_path)] == [1]
+
+
+def test_weights_of_a_run_are_those_of_the_save_that_this_process_has_pending(tmp_path: Path) -> None:
+    model = torch.nn.Linear(1000, 1000)
+    with holdfast.CheckpointManager(tmp_path / "run", {"model": model}, mode="async") as manager:
+        for step in range(1, 6):
+            with torch.no_grad():
+                model.bias.fill_(step)
+            manager.save(step)
+            other = torch.nn.Linear(1000, 1000)
+            if step % 2:
+                holdfast.load_weights(other, tmp_path / "run")
+            else:
+                target = tmp_path / f"{step}.safetensors"
+                holdfast.export(tmp_path / "run", target, format="safetensors")
+                holdfast.load_weights(other, target)
+            assert other.bias[0].item() == step
+
+
+def test_a_save_of_another_thread_waits_for_the_restore_that_is_under_way(tmp_path: Path) -> None:
+    component, other = Calls(), {"value": torch.ones(1)}
+    thread = threading.Thread(target=lambda: manager.save(2).wait())
+    with holdfast.CheckpointManager(tmp_path, {"calls": component, "other": other}, mode="async") as manager:
+        manager.save(1).wait()
+        other["value"].zero_()
+        component.in_load = lambda: (thread.start(), thread.join(0.2))
+        manager.restore()
+        thread.join(60)
+        component.in_load = lambda: None
+        other["value"].zero_()
+        manager.restore(2)
+        assert other["value"].item() == 1, "all of it is of after the restore"
+
+
+def test_a_restore_of_another_run_waits_for_its_save_in_the_same_process(tmp_path: Path) -> None:
+    holder = {"value": torch.zeros(1 << 22)}
+    with holdfast.CheckpointManager(tmp_path / "a", {"holder": holder}, mode="async") as first:
+        first.save(1).wait()
+        with holdfast.CheckpointManager(tmp_path / "b", {"holder": holder}, mode="async") as second:
+            for step in range(2, 6):
+                holder["value"].fill_(step)
+                first.save(step)
+                assert second.restore(tmp_path / "a").checkpoint.step == step
+                assert holder["value"][-1].item() == step
+
+
+class RemovedStorage(LocalStorage):
+    """A storage of which another process removes the folder of a save that is under way, or its tensors, or cuts them
+    short, once its files are written."""
+
+    doomed = ""
+    harm = "the folder"
+
+    def sync(self, folder: str) -> None:
+        super().sync(folder)
+        if folder and folder == self.doomed:
+            self.doomed = ""
+            path = Path(self.url) / folder
+            if self.harm == "the folder":
+                shutil.rmtree(path)
+            elif self.harm == "a file":
+                next(path.glob("*.safetensors")).unlink()
+            else:
+                os.truncate(next(path.glob("*.safetensors")), 100)
+
+
+@pytest.mark.guarantee("G4")
+@pytest.mark.guarantee("G6")
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize(
+    ("harm", "problem"),
+    [
+        ("the folder", "step-000000002 was removed while the save was written"),
+        ("a file", "rank-00000.safetensors was removed after it was written"),
+        ("a part of a file", "rank-00000.safetensors was changed after it was written"),
+    ],
+)
+def test_a_save_whose_files_were_removed_by_hand_fails_and_costs_no_checkpoint(
+    tmp_path: Path, mode: str, harm: str, problem: str
+) -> None:
+    storage, holder = RemovedStorage(tmp_path), {"value": torch.ones(3)}
+    storage.harm = harm
+    with holdfast.CheckpointManager(
+        "run", {"holder": holder}, storage=storage, mode=mode, keep=KeepLast(1), rng=False
+    ) as manager:
+        manager.save(1).wait()
+        storage.doomed = "step-000000002"
+        with pytest.raises(SaveFailedError, match=problem):
+            manager.save(2).wait()
+        assert [found.step for found in manager.checkpoints()] == [1]
+        assert manager.restore().step == 1
+        manager.save(3).wait()
+    assert [found.step for found in holdfast.checkpoints(tmp_path)] == [3]
+    assert holdfast.verify(tmp_path).ok

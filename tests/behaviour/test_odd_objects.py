@@ -141,6 +141,21 @@ def test_an_optimizer_that_keeps_vectors_of_all_parameters(tmp_path: Path) -> No
     assert [train(model, optimizer) for _ in range(3)] == expected
 
 
+@pytest.mark.guarantee("G7")
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_model_made_in_inference_mode_is_refused_before_anything_changes(tmp_path: Path, inside: bool) -> None:
+    model = torch.nn.Linear(3, 3)
+    with holdfast.CheckpointManager(tmp_path, {"model": model}, rng=False) as manager:
+        manager.save(1)
+    with torch.inference_mode():
+        made = torch.nn.Linear(3, 3)
+    before = made.weight.clone()
+    with torch.inference_mode(inside), holdfast.CheckpointManager(tmp_path, {"model": made}, rng=False) as manager:
+        with pytest.raises(holdfast.StateMismatchError, match=r"model.weight: was made in torch.inference_mode\(\)"):
+            manager.restore()
+    assert torch.equal(made.weight, before)
+
+
 def test_a_restore_inside_inference_mode_leaves_an_optimizer_that_can_step(tmp_path: Path) -> None:
     def parts() -> dict[str, Any]:
         model = nn.Linear(2, 2)

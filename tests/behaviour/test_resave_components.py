@@ -336,6 +336,27 @@ def test_where_the_storage_has_no_clones_the_bytes_are_copied(make: Callable[[Pa
     assert same(found, live)
 
 
+def test_a_parent_with_blocks_of_another_size_is_continued_with_blocks_of_that_size(tmp_path: Path) -> None:
+    live = state(0)
+    live["evaluation"].sums = torch.randn(100_000)
+    source = {name: one.state_dict() for name, one in live.items()}
+    torch.save(source, tmp_path / "source.pt")
+    holdfast.import_checkpoint(tmp_path / "source.pt", tmp_path / "run", step=500)
+    assert holdfast.resolve(tmp_path / "run").manifest.block_bytes == 1 << 20
+    other = state(1)
+    with manager_of(tmp_path / "run", other, rng=False) as manager:
+        manager.restore()
+        other["evaluation"].sums = torch.randn(100_000)
+        checkpoint = resave(manager)
+        assert checkpoint.manifest.block_bytes == 1 << 20
+        assert manager.save(501).wait().manifest.block_bytes == 64 << 10, "a save of everything chooses anew"
+    restored = state(2)
+    with manager_of(tmp_path / "run", restored, rng=False) as manager:
+        manager.restore(500)
+    assert torch.equal(restored["evaluation"].sums, other["evaluation"].sums)
+    assert same(restored, live)
+
+
 def test_a_file_that_holds_more_than_is_needed_is_copied_without_the_rest(tmp_path: Path) -> None:
     """A model is in one file with the others, so to store one anew costs a copy of what else the file holds."""
     live = state()

@@ -137,7 +137,7 @@ def test_a_lease_that_cannot_be_read_stops_no_restore_and_is_reported(caplog: py
 
 @pytest.mark.guarantee("G3")
 @pytest.mark.parametrize("verify", ["full", "quick", "off"])
-def test_an_error_while_live_tensors_are_filled_says_that_they_were_overwritten(verify: Any) -> None:
+def test_an_error_while_live_tensors_are_filled_says_that_they_may_be_overwritten(verify: Any) -> None:
     memory = MemoryStorage()
     trained(memory)
     state = parts(1)
@@ -155,7 +155,7 @@ def test_an_error_while_live_tensors_are_filled_says_that_they_were_overwritten(
     with manager_of(memory, {**state, "late": Late()}) as manager:
         manager.save(4)
     with manager_of(flaky, {**state, "late": Late()}, verify=verify) as manager:
-        with pytest.raises(StorageError, match=r"live tensors were overwritten.*restore again"):
+        with pytest.raises(StorageError, match=r"live tensors may have been overwritten in part.*restore again"):
             manager.restore()
 
 

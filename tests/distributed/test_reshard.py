@@ -202,3 +202,32 @@ def test_a_rank_reads_only_its_share(verify: str, tmp_path: Path) -> None:
     share = ROWS * COLUMNS * 4 // 4
     for read in values(run_ranks(4, read_a_share, str(tmp_path), verify)):
         assert read == share
+
+
+ODD_ROWS, ODD_COLUMNS, TENSORS = 1000, 700, 4  # 2.8 MB each
+
+
+def read_a_share_of_small_tensors(rank: int, folder: str) -> int:
+    mesh = init_device_mesh("cpu", (4,))
+    zeros = torch.zeros(ODD_ROWS, ODD_COLUMNS)
+    tensors = {str(number): distribute_tensor(zeros.clone(), mesh, [Shard(0)]) for number in range(TENSORS)}
+    storage = CountingStorage(folder)
+    state = {"holder": holdfast.Shared(Holder(tensors))}
+    with holdfast.CheckpointManager(folder, state, rng=False, storage=storage) as manager:
+        manager.restore()
+    for number, tensor in tensors.items():
+        assert torch.equal(tensor.to_local(), odd_tensor(int(number))[rank * 250 : (rank + 1) * 250])
+    return storage.read_bytes
+
+
+def odd_tensor(number: int) -> torch.Tensor:
+    return torch.randn(ODD_ROWS, ODD_COLUMNS, generator=torch.Generator().manual_seed(number))
+
+
+def test_of_tensors_of_a_few_megabytes_a_rank_reads_little_more_than_its_share(tmp_path: Path) -> None:
+    tensors = {str(number): odd_tensor(number) for number in range(TENSORS)}
+    with holdfast.CheckpointManager(tmp_path, {"holder": holdfast.Shared(Holder(tensors))}, rng=False) as manager:
+        manager.save(0)
+    share = ODD_ROWS * ODD_COLUMNS * 4 // 4
+    for read in values(run_ranks(4, read_a_share_of_small_tensors, str(tmp_path))):
+        assert TENSORS * share < read <= TENSORS * (share + 2 * (64 << 10))

@@ -38,6 +38,51 @@ def test_per_rank_state_that_a_changed_number_of_ranks_leaves_as_it_is_is_logged
     assert result.accepted == (expected,)
 
 
+# A save inside of a restore
+
+
+class Saving:
+    """A component that saves when it is restored."""
+
+    def __init__(self) -> None:
+        self.manager: holdfast.CheckpointManager | None = None
+        self.error = ""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        assert self.manager is not None
+        try:
+            self.manager.save(7)
+        except holdfast.HoldfastError as error:
+            self.error = f"{type(error).__name__}: {error}"
+
+
+def save_while_restoring(rank: int, run: Path, large: int) -> str:
+    """The restore of a large model takes the memory of asynchronous saves."""
+    model, saving = torch.nn.Linear(1 << 21 if rank < large else 1, 3), Saving()
+    components = {"model": holdfast.PerRank(model), "saving": holdfast.PerRank(saving)}
+    with opened(run, components, mode="async", rng=False, timeout=300) as manager:
+        saving.manager = manager
+        manager.save(1).wait()
+        before = float(model.weight[0, 0])
+        torch.nn.init.zeros_(model.weight)
+        manager.restore()
+        assert float(model.weight[0, 0]) == before
+        manager.save(8).wait()
+    return saving.error
+
+
+@pytest.mark.parametrize("large", [0, 1, 2])
+def test_a_save_inside_of_a_restore_is_refused_at_once_on_every_rank(tmp_path: Path, large: int) -> None:
+    errors = values(run_ranks(2, save_while_restoring, tmp_path, large, timeout_seconds=120.0))
+    for error in errors:
+        assert error.startswith("UsageError: ")
+        assert "save() was called in the middle of restore()" in error
+    assert [one.step for one in holdfast.checkpoints(tmp_path)] == [8, 1]
+
+
 # Which restore continues the line
 
 

@@ -7,12 +7,14 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from blake3 import blake3
 
 from holdfast.errors import UsageError
 from holdfast.testing import Outcome, run_ranks, values
@@ -47,6 +49,27 @@ def outlive_rank_zero(rank: int) -> str:
         store.set("last words", "of rank 0")
         os.kill(os.getpid(), signal.SIGKILL)
     return str(store.get("last words").decode())
+
+
+def fork_beside_a_busy_thread(rank: int) -> list[str]:
+    events = []
+    has_begun = threading.Event()
+
+    def work() -> None:
+        has_begun.set()
+        blake3(bytes(64 << 20))  # without the GIL
+        events.append("worked")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    has_begun.wait()
+    process = os.fork()
+    if not process:
+        os._exit(0)
+    events.append("forked")
+    os.waitpid(process, 0)
+    thread.join()
+    return events
 
 
 def leave(rank: int) -> None:
@@ -168,6 +191,10 @@ def test_ranks_of_a_server_do_not_draw_the_same_random_numbers() -> None:
     drawn = values(run_ranks(2, draw, backend=None, start="forkserver"))
     drawn += values(run_ranks(1, draw, backend=None, start="forkserver"))
     assert len({number for numbers in drawn for number in numbers}) == 6
+
+
+def test_a_rank_forks_while_its_other_threads_sleep() -> None:
+    assert values(run_ranks(1, fork_beside_a_busy_thread)) == [["worked", "forked"]]
 
 
 def test_a_start_method_that_copies_held_locks_is_refused() -> None:

@@ -15,7 +15,7 @@ import torch
 from holdfast._version import __version__
 from holdfast.errors import UsageError
 from holdfast.ondisk import paths
-from holdfast.ondisk.manifest import UserMetadata
+from holdfast.ondisk.manifest import BLOCK_BYTES, UserMetadata
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.lease import Lease
@@ -94,6 +94,7 @@ def facts_of(attempt: Attempt, metadata: UserMetadata, versions: dict[str, str])
         versions={"holdfast": __version__, "python": platform.python_version(), **versions},
         lease=attempt.lease.number,
         lease_token=attempt.lease.token,
+        block_bytes=BLOCK_BYTES,
     )
 
 

@@ -13,7 +13,7 @@ from holdfast.errors import UsageError
 from holdfast.formats.base import Format
 from holdfast.formats.source import PIECE_BYTES, Fill, Source, TensorEntry
 from holdfast.loading.reader import CheckpointReader, Leaf
-from holdfast.loading.resolve import Location, resolve
+from holdfast.loading.resolve import Location, locate, resolve
 from holdfast.loading.strategy import Verify
 from holdfast.ondisk import paths
 from holdfast.ondisk.codec import Subclass
@@ -22,6 +22,7 @@ from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.readers import reading
 from holdfast.runs.selector import Selector
+from holdfast.saving.current import finish_saves
 from holdfast.storage.base import Storage
 from holdfast.storage.local.advice import explaining
 
@@ -45,6 +46,9 @@ class OwnSource(Source):
     @classmethod
     def resolve(cls, location: Location) -> Self:
         """Open the checkpoint that a location names: a run, `RUN@SELECTOR`, a folder, a link."""
+        catalog, _ = locate(location)
+        # Or an older checkpoint would be taken than the one that this process has just saved.
+        finish_saves(catalog.storage)
         return cls(resolve(location))
 
     @cached_property

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy
 
 from holdfast.errors import UsageError
 from holdfast.formats.source import Fill, StoredChunk, TensorEntry
+from holdfast.loading.task_threads import side_by_side
 from holdfast.ondisk.regions import Box, boxes_within, span_of, strides_of
+from holdfast.state.budget import own_processors
 
 __all__ = ["fill_all", "pieces_of", "read_range"]
 
@@ -31,30 +30,12 @@ class _Job(NamedTuple):
 def fill_all(fills: Sequence[Fill], on_bytes: Callable[[int], None] = lambda count: None) -> None:
     """Fill every target from the chunks of its entry, in several threads. The first error ends all of them."""
     jobs = (_Job(fill, box) for fill in fills for box in boxes_within(fill.box, fill.entry.item_bytes, _PIECE_BYTES))
-    lock = threading.Lock()
-    stop = threading.Event()
 
-    def work() -> None:
-        try:
-            while not stop.is_set():
-                with lock:
-                    job = next(jobs, None)
-                if job is None:
-                    return
-                _fill_box(job)
-                on_bytes(job.box.volume * job.fill.entry.item_bytes)
-        except BaseException:
-            stop.set()
-            raise
+    def act(job: _Job) -> None:
+        _fill_box(job)
+        on_bytes(job.box.volume * job.fill.entry.item_bytes)
 
-    threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
-    with ThreadPoolExecutor(threads, thread_name_prefix="holdfast-read") as pool:
-        workers = [pool.submit(work) for _ in range(threads)]
-        try:
-            for worker in workers:
-                worker.result()
-        finally:
-            stop.set()
+    side_by_side(act, jobs, min(_MAX_THREADS, own_processors()))
 
 
 def _fill_box(job: _Job) -> None:

@@ -1,13 +1,14 @@
-"""Carry bytes to tensors through a few slots of host memory, used again and again. Knows devices; knows no files.
+"""Carry bytes to tensors through a little host memory, used again and again. Knows devices; knows no files.
 
-Each thread fills a slot of its own and copies from it; for an accelerator the slots are page-locked and the copy runs
-on a stream of its own. A slot is given out again when the copies from it are done.
+Each thread fills slots in a ring of its own and copies from them; for an accelerator the ring is page-locked and the
+copies run on a stream of their own. Memory is given out again when the copies from it are done.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,31 +17,27 @@ from typing import Any, Protocol, Self
 
 import torch
 
-from holdfast.loading.requests import DEVICE_PIECE_BYTES, HOST_PIECE_BYTES, READ_PIECE_BYTES
-from holdfast.state.devices import ACCELERATORS, Accelerator, Accelerators, DeviceEvent
+from holdfast.loading.requests import DEVICE_PIECE_BYTES, READ_PIECE_BYTES, ROWS_PIECE_BYTES, WIDENED_BYTES
+from holdfast.state.devices import ACCELERATORS, Accelerator, Accelerators
 from holdfast.state.host_buffer import HostBuffer
+from holdfast.state.memory import PAGE_BYTES
 from holdfast.state.tensors import is_host_memory
 
-__all__ = ["Carrier", "DeviceCarrier", "HostCarrier", "Ring", "Rings", "piece_bytes"]
+__all__ = ["Carrier", "DeviceCarrier", "HostCarrier", "Ring", "Rings", "Slots", "piece_bytes"]
 
 logger = logging.getLogger("holdfast")
-
-# A piece is widened to whole pages on both sides.
-_WIDENED_BYTES = 64 << 10
 
 
 def piece_bytes(device: torch.device) -> int:
     """Return how many bytes are read at once for dense tensors of a device."""
-    return HOST_PIECE_BYTES if device.type == "cpu" else DEVICE_PIECE_BYTES
+    return READ_PIECE_BYTES if device.type == "cpu" else DEVICE_PIECE_BYTES
 
 
 class Carrier(Protocol):
     """How one thread's bytes get from host memory to tensors of one device."""
 
-    slots: int
-
     def memory(self, size_bytes: int) -> torch.Tensor:
-        """Bytes of host memory to copy from, which begin at a page."""
+        """Return host memory to copy from, which begins at a page."""
 
     def release(self, memory: torch.Tensor) -> None:
         """Release such memory, from which every copy is done."""
@@ -51,23 +48,18 @@ class Carrier(Protocol):
     def landed(self, source: torch.Tensor) -> torch.Tensor:
         """Return the bytes in separate memory on the device, which can be viewed as any type."""
 
-    def mark(self) -> Any:
-        """Return a point after all copies so far."""
-
-    def wait(self, mark: Any) -> None:
-        """Return when every copy before the mark is done."""
+    def drain(self) -> None:
+        """Return when every copy is done."""
 
 
 class HostCarrier:
     """To host memory, or to a device that has no way of its own: each copy is done when it returns."""
 
-    slots = 1
-
     def __init__(self) -> None:
         self._buffers: dict[int, HostBuffer] = {}
 
     def memory(self, size_bytes: int) -> torch.Tensor:
-        """As of `Carrier`, for as long as this carrier is there."""
+        """Return memory as `Carrier.memory` does. It is there as long as this carrier."""
         buffer = HostBuffer(size_bytes)
         self._buffers[buffer.tensor.data_ptr()] = buffer
         return buffer.tensor
@@ -85,10 +77,7 @@ class HostCarrier:
     def landed(self, source: torch.Tensor) -> torch.Tensor:
         return source.clone()
 
-    def mark(self) -> None:
-        return None
-
-    def wait(self, mark: None) -> None:
+    def drain(self) -> None:
         return None
 
 
@@ -98,15 +87,10 @@ class DeviceCarrier:
     Made by the thread that uses it.
     """
 
-    # To fill a slot takes ten times as long as to copy it, and to page-lock another as long as to fill it.
-    slots = 1
-
     def __init__(self, accelerator: Accelerator, device: torch.device, after: Any) -> None:
         self._accelerator = accelerator
         self._device = device
         self._buffers: dict[int, HostBuffer] = {}
-        # For this thread, which is one of ours: to go back to device 0 after each copy would take memory there.
-        accelerator.set_device(device)
         self._stream = accelerator.new_stream(device)
         # The targets may still be in use there, or be memory that was given back while a kernel still reads it.
         self._stream.wait_stream(after)
@@ -133,67 +117,88 @@ class DeviceCarrier:
         with self._accelerator.use_stream(self._stream):
             return source.to(self._device, non_blocking=True)
 
-    def mark(self) -> DeviceEvent:
-        event: DeviceEvent = self._accelerator.record_event(self._stream)
-        return event
-
-    def wait(self, mark: DeviceEvent) -> None:
-        mark.synchronize()
+    def drain(self) -> None:
+        self._accelerator.record_event(self._stream).synchronize()
 
 
 class Ring:
-    """One thread's slots for one device."""
+    """One thread's memory to fill and to copy from, for one device.
 
-    def __init__(self, carrier: Carrier, slot_bytes: int) -> None:
+    It is gone through from end to end before a part of it is used again: a disk is slow to write to memory that still
+    lies in a processor's cache. One of a device holds one piece: to fill it takes ten times as long as to copy it, and
+    to page-lock another as long as to fill it.
+    """
+
+    def __init__(self, carrier: Carrier, size_bytes: int) -> None:
         self.carrier = carrier
-        self._slot_bytes = slot_bytes
-        self._slots: list[torch.Tensor] = []
-        self._marks: list[Any] = []
-        self._turn = 0
+        self._size_bytes = size_bytes
+        self._memory: torch.Tensor | None = None
+        self._position = 0
 
     @contextmanager
     def slot(self, size_bytes: int) -> Iterator[torch.Tensor]:
-        """Bytes to fill and, with the carrier, to copy from until the end of the block."""
-        if size_bytes > self._slot_bytes:
-            memory = self.carrier.memory(size_bytes)
-            try:
-                yield memory
-            finally:
-                self.drain()
-                self.carrier.release(memory)
+        """Lend bytes to fill and, with the carrier, to copy from until the end of the block."""
+        if size_bytes <= self._size_bytes:
+            yield self._next(size_bytes)
             return
-        turn = self._next_turn()
+        memory = self.carrier.memory(size_bytes)
         try:
-            yield self._slots[turn][:size_bytes]
+            yield memory
         finally:
-            self._marks[turn] = self.carrier.mark()
-
-    def drain(self) -> None:
-        """Return when every copy is done."""
-        self.carrier.wait(self.carrier.mark())
+            self.carrier.drain()
+            self.carrier.release(memory)
 
     def close(self) -> None:
-        """Release the slots when every copy is done. They stay for good where that cannot be waited for."""
+        """Release the memory when every copy is done. It stays for good where that cannot be waited for."""
         try:
-            self.drain()
+            self.carrier.drain()
         except BaseException:
             _lost.append(self)
             raise
-        while self._slots:
-            self.carrier.release(self._slots.pop())
+        if self._memory is not None:
+            self.carrier.release(self._memory)
+            self._memory = None
 
-    def _next_turn(self) -> int:
-        turn = self._turn
-        self._turn = (turn + 1) % self.carrier.slots
-        if turn == len(self._slots):
-            self._slots.append(self.carrier.memory(self._slot_bytes))
-            self._marks.append(None)
-        else:
-            self.carrier.wait(self._marks[turn])
-        return turn
+    def _next(self, size_bytes: int) -> torch.Tensor:
+        if self._memory is None:
+            # All of it once: to page-lock as much again would take as long as to fill it.
+            self._memory = self.carrier.memory(self._size_bytes)
+        start = self._position
+        if start + size_bytes > self._size_bytes:
+            self.carrier.drain()
+            start = 0
+        self._position = -(-(start + size_bytes) // PAGE_BYTES) * PAGE_BYTES
+        return self._memory[start : start + size_bytes]
 
 
 _lost: list[Ring] = []
+
+
+class Slots:
+    """Host memory in slots of one size, which some threads fill and others empty. The one that was given back first is
+    filled again first, as in a `Ring`."""
+
+    def __init__(self, count: int, size_bytes: int) -> None:
+        self.size_bytes = size_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+        memory = HostBuffer(count * size_bytes).tensor
+        self._free: queue.SimpleQueue[torch.Tensor | None] = queue.SimpleQueue()
+        for number in range(count):
+            self._free.put(memory[number * size_bytes : (number + 1) * size_bytes])
+
+    def take(self) -> torch.Tensor | None:
+        """Return a slot, when one is free. After `stop` return None where none is."""
+        slot = self._free.get()
+        if slot is None:
+            self._free.put(None)
+        return slot
+
+    def give_back(self, slot: torch.Tensor) -> None:
+        """Have a slot filled again: what was in it is not needed any more."""
+        self._free.put(slot)
+
+    def stop(self) -> None:
+        """Unblock `take` in all threads."""
+        self._free.put(None)
 
 
 class Rings:
@@ -213,7 +218,7 @@ class Rings:
         if rings is None:
             rings = self._own.rings = {}
         if device not in rings:
-            rings[device] = Ring(self._carrier(device), max(piece_bytes(device), READ_PIECE_BYTES) + _WIDENED_BYTES)
+            rings[device] = Ring(self._carrier(device), max(piece_bytes(device), ROWS_PIECE_BYTES) + WIDENED_BYTES)
             self._all.append(rings[device])
         return rings[device]
 
@@ -230,12 +235,17 @@ class Rings:
 
 def carriers_after_this_thread(accelerators: Accelerators = ACCELERATORS) -> Callable[[torch.device], Carrier]:
     """Return what makes the carrier to a device, whose copies come after all that the calling thread has enqueued."""
+    caller = threading.get_ident()
     # A stream is current for one thread only, so it must be asked for here and not where the copies are made.
     streams = {device: stream for kind in accelerators for device, stream in kind.current_streams().items()}
 
     def carrier(device: torch.device) -> Carrier:
         accelerator = accelerators.of(device)
         if accelerator is not None and device in streams:
+            if threading.get_ident() != caller:
+                # In a thread of a restore: to go back to device 0 after each copy would take memory there. The caller,
+                # who makes the copies where the system refuses threads, keeps the device that it has.
+                accelerator.set_device(device)
             return DeviceCarrier(accelerator, device, streams[device])
         return HostCarrier()
 

@@ -7,13 +7,16 @@ checks the rest. The second one fills the live tensors, after every rank knows t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
-from holdfast.errors import CorruptCheckpointError, StorageError
+import torch
+
+from holdfast.errors import CorruptCheckpointError, HoldfastError, StorageError
 from holdfast.loading.aliases import refuse_conflicts
 from holdfast.loading.files import check_sizes
 from holdfast.loading.match import Place
-from holdfast.loading.read import check_bytes, read
+from holdfast.loading.read import check_bytes, past_cache_test, read
 from holdfast.loading.requests import Request, size_of
 from holdfast.loading.side_buffers import SideBuffers, SpareMemory, room_on
 from holdfast.loading.strategy import Verify
@@ -23,10 +26,15 @@ from holdfast.runs.report import Problem
 
 __all__ = ["Filling"]
 
+logger = logging.getLogger("holdfast")
+
+_OVERWRITTEN = "live tensors may have been overwritten in part"
+_ADVICE = "restore again before you go on"
+
 
 class Filling:
     """The memory of one rank that is filled from one checkpoint. `copied` are requests for live tensors that nothing is
-    read into: a dict copies new memory to them. `spare_memory`: as of `LoadRequest`."""
+    read into: a dict copies new memory to them. `spare_memory`, `limit_bytes`: as of `LoadRequest`."""
 
     def __init__(
         self,
@@ -36,6 +44,7 @@ class Filling:
         place: Place,
         copied: Sequence[Request] = (),
         spare_memory: SpareMemory = lambda: None,
+        limit_bytes: int | None = None,
     ) -> None:
         self._checkpoint = checkpoint
         self._fresh = [request for request in requests if request.fresh]
@@ -44,6 +53,7 @@ class Filling:
         self._verify = verify
         self._place = place
         self._spare_memory = spare_memory
+        self._limit_bytes = limit_bytes
         self._side_buffers = SideBuffers()
 
     def check(self) -> tuple[str, ...]:
@@ -55,7 +65,9 @@ class Filling:
         if self._verify != "full":
             problems = check_sizes(self._checkpoint, self._live) if self._verify == "quick" else []
             return _texts(problems + self._read(self._fresh, checked=False))
-        self._side_buffers = SideBuffers.of(self._live, room_on, self._spare_memory)
+        self._side_buffers = SideBuffers.of(
+            self._live, self._room_on, self._spare_memory, takes_new=past_cache_test(self._checkpoint, self._place.size)
+        )
         problems = self._read([*self._fresh, *self._side_buffers.requests], checked=True)
         with self._progress("checking", self._side_buffers.rest) as progress:
             problems += check_bytes(self._checkpoint, self._side_buffers.rest, on_bytes=progress.add)
@@ -68,20 +80,46 @@ class Filling:
         checked = self._verify == "full"
         try:
             problems = self._read(self._side_buffers.rest if checked else self._live, checked=checked)
+            if not problems:
+                self._side_buffers.fill()
         except StorageError as error:
             raise error.changed(
-                problem=f"{error.problem}, and live tensors were overwritten in part",
-                advice="check the mount, the file server or the disk, and restore again before you go on",
+                problem=f"{error.problem}, and {_OVERWRITTEN}",
+                advice=f"check the mount, the file server or the disk, and {_ADVICE}",
             ) from error
+        except HoldfastError as error:
+            raise error.changed(
+                problem=f"{error.problem}, and {_OVERWRITTEN}",
+                advice=f"{error.advice}; {_ADVICE}" if error.advice else _ADVICE,
+            ) from error
+        except Exception as error:
+            raise HoldfastError(
+                f"the restore failed, and {_OVERWRITTEN}: {type(error).__name__}: {error}",
+                run=self._checkpoint.storage.url,
+                step=self._checkpoint.step,
+                advice=_ADVICE,
+            ) from error
+        except BaseException as error:
+            # An interrupt goes on as it is, with a note for the code that catches it.
+            logger.warning(
+                "the restore of step %d was interrupted, and %s; %s", self._checkpoint.step, _OVERWRITTEN, _ADVICE
+            )
+            error.add_note(f"{_OVERWRITTEN}; {_ADVICE}")
+            raise
         if problems:
             raise CorruptCheckpointError(
-                "the checkpoint changed while it was restored, and live tensors were overwritten",
+                f"the checkpoint changed while it was restored, and {_OVERWRITTEN}",
                 run=self._checkpoint.storage.url,
                 step=self._checkpoint.step,
                 problems=[str(problem) for problem in problems],
                 advice="restore another one before you go on",
             )
-        self._side_buffers.fill()
+
+    def _room_on(self, device: torch.device) -> int:
+        if device.type != "cpu":
+            return room_on(device)
+        room_bytes = room_on(device, sum(request.target.nbytes for request in self._fresh if request.target.is_cpu))
+        return room_bytes if self._limit_bytes is None else min(room_bytes, self._limit_bytes)
 
     def _read(self, requests: Sequence[Request], *, checked: bool) -> list[Problem]:
         with self._progress("restoring", requests) as progress:

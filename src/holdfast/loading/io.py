@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
@@ -21,11 +19,14 @@ from typing import NamedTuple
 import torch
 from blake3 import blake3
 
-from holdfast.errors import StorageError
-from holdfast.loading.copy_ring import Carrier, Rings, piece_bytes
+from holdfast.errors import HoldfastError, StorageError
+from holdfast.loading.copy_ring import Carrier, Rings, Slots, piece_bytes
 from holdfast.loading.files import DAMAGE, Files
 from holdfast.loading.gpu_digest import DeviceDigester
+from holdfast.loading.requests import GAP_BYTES, READ_SLOTS, SMALL_READ_BYTES, WIDENED_BYTES, rows_bytes
+from holdfast.loading.task_threads import in_two_stages, side_by_side
 from holdfast.runs.report import Problem
+from holdfast.state.budget import free_for_staging, own_processors, ranks_here
 from holdfast.state.memory import give_back_zeros
 from holdfast.state.tensors import memory_at, memory_of
 from holdfast.storage.base import Source, alignment_of
@@ -35,14 +36,11 @@ logger = logging.getLogger("holdfast")
 
 __all__ = ["HOST", "DeviceChecks", "Job", "OnBytes", "run_jobs"]
 
-_MAX_WORKERS = 8
-# Past the page cache into host memory, at least: more would take turns at digesting on a small machine.
-_READERS = 4
+_MAX_THREADS = 8
+# Threads that read past the page cache for host memory, at least.
+_FEWEST_READERS = 4
+_FEWEST_SLOTS = 2
 _BATCH_BYTES = 16 << 20
-# Up to this size one copy out of a slot costs less than a separate read.
-_SMALL_BYTES = 64 << 10
-# A gap up to this size between two jobs is read, too: that costs less than to begin another read.
-_GAP_BYTES = 64 << 10
 HOST = torch.device("cpu")
 
 OnBytes = Callable[[int], None]
@@ -75,63 +73,97 @@ def run_jobs(
     on_bytes: OnBytes,
     rings: Rings,
     later: DeviceChecks,
-    kept: object = None,
+    *,
+    for_devices: bool = False,
 ) -> list[Problem]:
     """Do the jobs and return the damage. `on_bytes` is called with the bytes of each task that is done, from any
-    thread. What lands on a device that checks it is noted in `later`. `kept` is kept alive as long as a thread may
-    write to the addresses of the jobs, also if an interrupt has ended the wait for it."""
-
-    def act(task: _Task, kept: object = kept) -> list[Problem]:
-        found = _do_batch(task, checked) if isinstance(task, _Batch) else _do_extent(task, checked, rings, later)
-        on_bytes(sum(job.end - job.start for job in task.jobs))
-        return found
-
+    thread. What lands on a device that checks it is noted in `later`. No thread outlives the call.
+    `for_devices`: whether any of them is for memory that is not the host's."""
     tasks = _tasks(jobs, files, checked)
     first = next(tasks, None)
     if first is None:
         return files.problems
-    found = _side_by_side(act, chain([first], tasks), _workers(first))
+    tasks = chain([first], tasks)
+    doing = _Doing(checked, on_bytes, rings, later)
+    if isinstance(first, _Batch) or not first.waits_for_disk:
+        found = side_by_side(doing.do, tasks, _digest_threads())
+    elif for_devices:
+        # A disk is at its fastest when it is asked for several pieces at once, and most digests are made on the device.
+        found = side_by_side(doing.do, tasks, _MAX_THREADS)
+    else:
+        found = doing.do_in_two_stages(tasks, rows_bytes(files.block_bytes) + WIDENED_BYTES)
     return files.problems + [problem for problems in found for problem in problems]
 
 
-def _side_by_side(act: Callable[[_Task], list[Problem]], tasks: Iterator[_Task], threads: int) -> list[list[Problem]]:
-    """Do the tasks in several threads, which take them one by one. The first error ends them all.
+class _Doing:
+    """How the tasks of one call are done."""
 
-    Each thread makes the task that it does: one that made them for all would keep the GIL for
-    milliseconds at a time, and the others, back from reading or digesting, would wait for it.
-    """
-    lock = threading.Lock()
-    stop = threading.Event()
+    def __init__(self, checked: bool, on_bytes: OnBytes, rings: Rings, later: DeviceChecks) -> None:
+        self._checked = checked
+        self._on_bytes = on_bytes
+        self._rings = rings
+        self._later = later
 
-    def work() -> list[list[Problem]]:
-        found: list[list[Problem]] = []
-        try:
-            while not stop.is_set():
-                with lock:
-                    task = next(tasks, None)
-                if task is None:
-                    return found
-                found.append(act(task))
-        except BaseException:
-            stop.set()
-            raise
+    def do(self, task: _Task) -> list[Problem]:
+        if isinstance(task, _Batch):
+            found = _do_batch(task, self._checked)
+        else:
+            found = _do_extent(task, self._checked, self._rings, self._later)
+        return self._report(task, found)
+
+    def do_in_two_stages(self, tasks: Iterator[_Task], slot_bytes: int) -> list[list[Problem]]:
+        """Read past the page cache in some threads, and check and copy in others: a disk that waits for a digest is
+        idle (docs/decisions/0011)."""
+        slots = _slots_of(slot_bytes)
+
+        def fetch(task: _Task) -> _Fetched | None:
+            # Also for what is not read into it, so that not all tasks wait in memory.
+            slot = slots.take()
+            if slot is None:
+                return None
+            if isinstance(task, _Batch) or not task.is_for(slots):
+                return _Fetched(task, slot)
+            return _Fetched(task, slot, is_read=True, error=_read_extent(task, slot))
+
+        def handle(one: _Fetched) -> list[Problem]:
+            found = self._check_and_place(one)
+            slots.give_back(one.slot)
+            return found
+
+        readers = max(_FEWEST_READERS, _digest_threads())
+        return in_two_stages(fetch, handle, tasks, (readers, _digest_threads()), on_stop=slots.stop)
+
+    def _check_and_place(self, one: _Fetched) -> list[Problem]:
+        if isinstance(one.task, _Batch) or not one.is_read:
+            return self.do(one.task)
+        if one.error is None:
+            carrier = self._rings.of(HOST).carrier
+            found = _place_all(one.task, one.slot, carrier, self._checked, self._later)
+        else:
+            found = _do_apart(one.task, one.error, self._checked, self._rings, self._later)
+        return self._report(one.task, found)
+
+    def _report(self, task: _Task, found: list[Problem]) -> list[Problem]:
+        self._on_bytes(sum(job.end - job.start for job in task.jobs))
         return found
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="holdfast-read") as pool:
-        workers = [pool.submit(work) for _ in range(threads)]
+
+def _slots_of(slot_bytes: int) -> Slots:
+    """Return the slots for reads past the page cache: fewer where memory is short."""
+    room_bytes = free_for_staging() // ranks_here() // 2
+    count = max(min(READ_SLOTS, room_bytes // slot_bytes), _FEWEST_SLOTS)
+    while True:
         try:
-            return [problems for worker in workers for problems in worker.result()]
-        finally:
-            stop.set()
+            return Slots(count, slot_bytes)
+        except HoldfastError:
+            if count == _FEWEST_SLOTS:
+                raise
+        count = max(count // 2, _FEWEST_SLOTS)
 
 
-def _workers(first: _Task) -> int:
-    """Return the number of threads: as many as this process has processors, because most of the work is to digest; or
-    more past the page cache, where a disk is at its fastest when it is asked for several pieces at once."""
-    processors = len(os.sched_getaffinity(0))
-    if isinstance(first, _Extent) and first.alignment_bytes > 1:
-        processors = max(processors, _READERS if first.jobs[0].device == HOST else _MAX_WORKERS)
-    return min(_MAX_WORKERS, processors)
+def _digest_threads() -> int:
+    """Return the number of threads that digest: as many as this rank has processors, up to a limit."""
+    return min(_MAX_THREADS, own_processors())
 
 
 @dataclass(slots=True)
@@ -158,6 +190,11 @@ class _Extent:
     high: int
     jobs: list[Job]
 
+    @property
+    def waits_for_disk(self) -> bool:
+        """Return whether this is read past the page cache."""
+        return self.alignment_bytes > 1
+
     def takes(self, job: Job, source: Source, low: int, high: int) -> bool:
         """Return whether a job can join: it has the same target device, follows where this ends, and fits into the
         slot."""
@@ -165,7 +202,7 @@ class _Extent:
             source is self.source
             and job.device == self.jobs[0].device
             and low >= self.low
-            and low - self.high <= _GAP_BYTES
+            and low - self.high <= GAP_BYTES
             and high - self.low <= piece_bytes(job.device)
         )
 
@@ -173,6 +210,11 @@ class _Extent:
         """Return the range, widened to what the source reads best, except beyond its end."""
         step = self.alignment_bytes
         return self.low // step * step, min(-(-self.high // step) * step, self.source.size_bytes)
+
+    def is_for(self, slots: Slots) -> bool:
+        """Return whether this is read past the page cache for host memory, and fits into one of the slots."""
+        low, high = self.range_to_read()
+        return self.waits_for_disk and self.jobs[0].device == HOST and high - low <= slots.size_bytes
 
 
 _Task = _Batch | _Extent
@@ -210,7 +252,7 @@ def _tasks(jobs: Iterable[Job], files: Files, checked: bool) -> Iterator[_Task]:
 def _goes_straight(job: Job, alignment_bytes: int) -> bool:
     if job.place is not None:
         return False
-    return job.address == 0 or (alignment_bytes == 1 and job.end - job.start > _SMALL_BYTES)
+    return job.address == 0 or (alignment_bytes == 1 and job.end - job.start > SMALL_READ_BYTES)
 
 
 def _range_of(job: Job, checked: bool) -> tuple[int, int]:
@@ -271,27 +313,50 @@ def _do_straight(job: Job, source: Source, checked: bool) -> list[tuple[int, int
 def _do_extent(extent: _Extent, checked: bool, rings: Rings, later: DeviceChecks) -> list[Problem]:
     low, high = extent.range_to_read()
     ring = rings.of(extent.jobs[0].device)
-    problems: list[Problem] = []
-    unread: StorageError | None = None
     with ring.slot(high - low) as slot:
-        memory = memory_of(slot)
-        try:
-            extent.source.read_into(low, memory)
-        except DAMAGE as error:
-            unread = error
-        for job in extent.jobs if unread is None else ():
-            here = checked and job.landing is None
-            damaged = check_in(memory, low, job.region, job.start, job.end) if here else []
-            if damaged:
-                problems += _damages(job, damaged)
-                continue
-            start = job.region.start + job.start - low
-            _place(job, ring.carrier, slot, start)
-            if here:
-                _give_back_zeros(job)
-            if checked and job.landing is not None:
-                later.add(job, job.landing)
-    return problems if unread is None else _do_apart(extent, unread, checked, rings, later)
+        unread = _read_extent(extent, slot)
+        if unread is None:
+            return _place_all(extent, slot, ring.carrier, checked, later)
+    return _do_apart(extent, unread, checked, rings, later)
+
+
+class _Fetched(NamedTuple):
+    """A task, and its slot. `is_read`: its bytes are there, but for an error; otherwise nothing of it is done yet."""
+
+    task: _Task
+    slot: torch.Tensor
+    is_read: bool = False
+    error: StorageError | None = None
+
+
+def _read_extent(extent: _Extent, slot: torch.Tensor) -> StorageError | None:
+    low, high = extent.range_to_read()
+    try:
+        extent.source.read_into(low, memory_of(slot)[: high - low])
+    except DAMAGE as error:
+        return error
+    return None
+
+
+def _place_all(
+    extent: _Extent, slot: torch.Tensor, carrier: Carrier, checked: bool, later: DeviceChecks
+) -> list[Problem]:
+    """Check what was read into a slot, and hand the sound jobs on."""
+    low, _ = extent.range_to_read()
+    memory = memory_of(slot)
+    problems: list[Problem] = []
+    for job in extent.jobs:
+        here = checked and job.landing is None
+        damaged = check_in(memory, low, job.region, job.start, job.end) if here else []
+        if damaged:
+            problems += _damages(job, damaged)
+            continue
+        _place(job, carrier, slot, job.region.start + job.start - low)
+        if here:
+            _give_back_zeros(job)
+        if checked and job.landing is not None:
+            later.add(job, job.landing)
+    return problems
 
 
 def _do_apart(extent: _Extent, error: StorageError, checked: bool, rings: Rings, later: DeviceChecks) -> list[Problem]:
@@ -326,7 +391,7 @@ class DeviceChecks:
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="holdfast-digest")
         # The first time in a process it must be compiled, which takes as long as it takes to read a gigabyte.
-        self._digesters = {device: self._pool.submit(DeviceDigester.on, device) for device in devices}
+        self._digesters = {device: _digester_on(device, self._pool) for device in devices}
         self._pool.shutdown(wait=False)
         self._landed: dict[torch.device, list[_Block]] = {device: [] for device in self._digesters}
 
@@ -358,6 +423,16 @@ class DeviceChecks:
             except RuntimeError as error:
                 logger.warning("%s could not digest what it holds, so the processor does: %s", device, error)
         return [block.digest_on_host() for block in blocks]
+
+
+def _digester_on(device: torch.device, pool: ThreadPoolExecutor) -> Future[DeviceDigester | None]:
+    """Have a thread make the digester of a device; where the system refuses one, it is made here."""
+    try:
+        return pool.submit(DeviceDigester.on, device)
+    except RuntimeError:
+        made: Future[DeviceDigester | None] = Future()
+        made.set_result(DeviceDigester.on(device))
+        return made
 
 
 class _Block(NamedTuple):

@@ -145,7 +145,9 @@ class _Attempt:
             return MatchReport(damage=(str(error),))
         wanted = [wish for one in self._matched.fitted for wish in one.requests]
         copied = [wish for one in self._matched.fitted for wish in one.copied]
-        self._filling = Filling(checkpoint, wanted, request.verify, self._place, copied, request.spare_memory)
+        self._filling = Filling(
+            checkpoint, wanted, request.verify, self._place, copied, request.spare_memory, request.limit_bytes
+        )
         return self._matched.report(request)
 
     def _judge(self, reports: list[MatchReport]) -> Verdict:

@@ -6,7 +6,7 @@ turns requests into jobs; `io` does them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -15,7 +15,7 @@ import torch
 from holdfast.loading.copy_ring import Carrier, Rings, piece_bytes
 from holdfast.loading.files import Files
 from holdfast.loading.io import DeviceChecks, Job, OnBytes, run_jobs
-from holdfast.loading.requests import Overlap, Request, overlaps, pieces, row_groups
+from holdfast.loading.requests import HELD_FROM_BYTES, Overlap, Request, overlaps, pieces, row_groups
 from holdfast.loading.small_chunks import check_small, read_small
 from holdfast.ondisk.manifest import TensorRecord
 from holdfast.ondisk.regions import Box, span_of, strides_of
@@ -24,8 +24,9 @@ from holdfast.runs.report import Problem
 from holdfast.state.devices import ACCELERATORS
 from holdfast.state.memory import prefer_huge_pages
 from holdfast.state.tensors import is_dense, torch_dtype
+from holdfast.storage.base import alignment_of
 
-__all__ = ["check_bytes", "read"]
+__all__ = ["check_bytes", "past_cache_test", "read"]
 
 _HUGE_PAGES_FROM_BYTES = 512 << 10
 _DEVICE_CHECKS_FROM_BYTES = 256 << 20
@@ -55,8 +56,30 @@ def read(
         damage, rest = read_small(files, requests, checked=checked, once=readers == 1, on_bytes=on_bytes)
         jobs = (job for request in _in_file_order(rest) for job in _fills(request, checkpoint, readers, later))
         rings = stack.enter_context(rings or Rings())
-        problems = run_jobs(files, jobs, checked, on_bytes, rings, later, kept=requests)
+        for_devices = any(not request.target.is_cpu for request in rest)
+        problems = run_jobs(files, jobs, checked, on_bytes, rings, later, for_devices=for_devices)
     return damage + problems + later.problems()
+
+
+def past_cache_test(checkpoint: Checkpoint, readers: int) -> Callable[[Request], bool]:
+    """Return a predicate, true for a large request all of whose files are read past the page cache. It looks at a file
+    the first time that a request needs it."""
+    found: dict[str, bool] = {}
+
+    def look(file: str) -> bool:
+        with ExitStack() as stack:
+            source = Files(checkpoint, stack).sound(file)
+            return source is not None and alignment_of(source) > 1
+
+    def ask(request: Request) -> bool:
+        if request.target.nbytes < HELD_FROM_BYTES or not _is_read_once(request, readers):
+            return False
+        files = {overlap.chunk.file for overlap in overlaps(request, checkpoint)}
+        for file in files - found.keys():
+            found[file] = look(file)
+        return all(found[file] for file in files)
+
+    return ask
 
 
 def check_bytes(
@@ -85,7 +108,7 @@ def _checks(request: Request, checkpoint: Checkpoint) -> Iterator[Job]:
 
 
 def _fills(request: Request, checkpoint: Checkpoint, readers: int, later: DeviceChecks) -> Iterator[Job]:
-    once = readers == 1 or request.box.sizes != request.leaf.shape
+    once = _is_read_once(request, readers)
     for overlap in overlaps(request, checkpoint):
         # Only here, where there is a target: a request whose bytes are only checked has none.
         target = request.target if overlap.wanted is None else _narrow(request.target, overlap.wanted)
@@ -99,6 +122,11 @@ def _fills(request: Request, checkpoint: Checkpoint, readers: int, later: Device
             # Only memory that nothing uses yet may hold bytes that are still to be checked.
             lands = request.fresh and later.takes(target.device)
             yield from _to_device(request.leaf, overlap, target, once, lands)
+
+
+def _is_read_once(request: Request, readers: int) -> bool:
+    """Return whether no other process wants these bytes, so that the page cache need not keep them."""
+    return readers == 1 or request.box.sizes != request.leaf.shape
 
 
 def _to_memory(leaf: TensorRecord, overlap: Overlap, target: torch.Tensor, once: bool, fresh: bool) -> Iterator[Job]:

@@ -18,7 +18,8 @@ __all__ = ["LoadRequest", "Loaded", "NothingToLoad"]
 class LoadRequest:
     """What to restore into which live objects. `globs_must_match`: an `exclude` that matches no leaf is an error.
     `defer_rng`: the random state is read and checked, and set later, by a call of its own. `spare_memory` returns
-    memory of this process that nothing else uses during the restore, or None."""
+    memory of this process that nothing else uses during the restore, or None. `limit_bytes`: how much new host memory
+    copies of this rank's state may take besides."""
 
     selector: Selector
     components: Mapping[str, Any]
@@ -30,6 +31,7 @@ class LoadRequest:
     globs_must_match: bool = True
     defer_rng: bool = False
     spare_memory: Callable[[], memoryview | None] = lambda: None
+    limit_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

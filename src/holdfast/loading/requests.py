@@ -16,22 +16,42 @@ from holdfast.storage.blocks import Region
 
 __all__ = [
     "DEVICE_PIECE_BYTES",
-    "HOST_PIECE_BYTES",
+    "GAP_BYTES",
+    "HELD_FROM_BYTES",
     "READ_PIECE_BYTES",
+    "READ_SLOTS",
+    "ROWS_PIECE_BYTES",
+    "SMALL_READ_BYTES",
+    "WIDENED_BYTES",
     "Overlap",
     "Request",
     "overlaps",
     "pieces",
     "row_groups",
+    "rows_bytes",
     "size_of",
 ]
 
-READ_PIECE_BYTES = (8 << 20) - (64 << 10)
+WIDENED_BYTES = 64 << 10
+"""By how much a read of a piece may be widened, on both sides together, to what a file is read in best."""
+
+READ_PIECE_BYTES = (4 << 20) - WIDENED_BYTES
 """The most bytes that are read at once, but for a device."""
 
-HOST_PIECE_BYTES = 2 << 20
-"""How many bytes are read at once for host memory that lies as the file does. With more, threads that read past the
-page cache all wait for the disk, and then the disk for all of them."""
+ROWS_PIECE_BYTES = (8 << 20) - WIDENED_BYTES
+"""The most bytes of rows that are read at once where only a part of each row is wanted; see `rows_bytes`."""
+
+READ_SLOTS = 16
+"""How many pieces threads that read past the page cache for host memory may be ahead of those that digest."""
+
+HELD_FROM_BYTES = 64 << 10
+"""Below this, to read twice costs less than to keep the books of what is held beside a live tensor."""
+
+SMALL_READ_BYTES = 64 << 10
+"""Up to this size one copy out of a slot costs less than a separate read."""
+
+GAP_BYTES = 64 << 10
+"""A gap up to this size between two parts of a file is read, too: that costs less than to begin another read."""
 
 DEVICE_PIECE_BYTES = 16 << 20
 """The most bytes that are read at once for a device: what a thread does for each piece, it does while others wait for
@@ -100,7 +120,14 @@ def row_groups(box: Box, row_bytes: int, block_bytes: int) -> Iterator[Box]:
     if not box.sizes:
         yield box
         return
-    rows = max(max(READ_PIECE_BYTES - 2 * block_bytes, READ_PIECE_BYTES // 2) // row_bytes, 1)
+    most = rows_bytes(block_bytes)
+    rows = max(max(most - 2 * block_bytes, most // 2) // row_bytes, 1)
     for row in range(0, box.sizes[0], rows):
         size = min(rows, box.sizes[0] - row)
         yield Box((box.offsets[0] + row, *box.offsets[1:]), (size, *box.sizes[1:]))
+
+
+def rows_bytes(block_bytes: int) -> int:
+    """Return how many bytes of rows are read at once, with the whole blocks that they touch: at least about eight
+    blocks, of which one is read again with the next rows."""
+    return max(READ_PIECE_BYTES, min(8 * block_bytes - WIDENED_BYTES, ROWS_PIECE_BYTES))

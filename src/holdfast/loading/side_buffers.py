@@ -1,7 +1,9 @@
 """Hold what was read for live tensors beside them until every rank agrees. Requests enter; filled live tensors leave.
 
 What is held was checked, so it is read and digested once. Where there is no room for that, the caller checks first and
-reads again later. Knows torch and its devices; knows nothing of files.
+reads again later. Host tensors are held in spare memory, or in new memory if their files are not in the page cache. A
+cached file is read twice instead: on a virtual machine new pages cost more than a second read. Knows torch and its
+devices; knows nothing of files.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from typing import Self
 
 import torch
 
-from holdfast.loading.requests import Request
+from holdfast.loading.requests import HELD_FROM_BYTES, READ_SLOTS, ROWS_PIECE_BYTES, WIDENED_BYTES, Request
+from holdfast.state.budget import free_for_staging, ranks_here
 from holdfast.state.devices import ACCELERATORS, Accelerators
 from holdfast.state.memory import PAGE_BYTES
 
@@ -21,9 +24,10 @@ __all__ = ["SideBuffers", "SpareMemory", "room_on"]
 _SLAB_BYTES = 1 << 30
 # What torch itself aligns device memory to; any type may be seen at such a place.
 _ALIGNMENT_BYTES = 512
-# Below these, to read twice costs less than to keep the books of what is held.
-_BORROWED_FROM_BYTES = 64 << 10
+# Below this in all, spare memory is not asked for.
 _WORTH_BYTES = 16 << 20
+# The slots that files are read into.
+_FOR_READING_BYTES = READ_SLOTS * (ROWS_PIECE_BYTES + WIDENED_BYTES)
 
 SpareMemory = Callable[[], memoryview | None]
 """Returns memory of this process that nothing else uses as long as the side buffers are needed, or None."""
@@ -46,8 +50,10 @@ class SideBuffers:
         room: Callable[[torch.device], int],
         spare_memory: SpareMemory = lambda: None,
         accelerators: Accelerators = ACCELERATORS,
+        takes_new: Callable[[Request], bool] = lambda request: True,
     ) -> Self:
-        """Take memory for as many of the requests as the room on their devices, or the spare memory, allows."""
+        """Take memory for as many of the requests as the room on their devices, or the spare memory, allows. New host
+        memory is taken only for those that `takes_new` holds for."""
         buffers = cls(accelerators=accelerators)
         by_device: dict[torch.device, list[Request]] = {}
         for request in requests:
@@ -60,13 +66,19 @@ class SideBuffers:
         for device, wanted in by_device.items():
             is_host = device.type == "cpu" and accelerators.of(device) is None
             left = buffers._borrow(wanted, spare_memory) if is_host else wanted
-            buffers._take(left, device, room(device))
+            buffers._take(left, device, room(device), takes_new if is_host else lambda request: True)
         return buffers
 
     def fill(self) -> None:
         """Copy what is held to the live tensors, and release it."""
-        if self.live:
-            torch._foreach_copy_(self.live, self.held)
+        by_device: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for live, held in zip(self.live, self.held, strict=True):
+            targets, sources = by_device.setdefault(live.device, ([], []))
+            targets.append(live)
+            sources.append(held)
+        # Lists of several devices would be copied tensor by tensor.
+        for targets, sources in by_device.values():
+            torch._foreach_copy_(targets, sources)
         self.drop()
 
     def drop(self) -> None:
@@ -78,12 +90,12 @@ class SideBuffers:
 
     def _borrow(self, requests: Sequence[Request], spare_memory: SpareMemory) -> list[Request]:
         """Hold large requests in spare memory, and return the others."""
-        large = [request for request in requests if request.target.nbytes >= _BORROWED_FROM_BYTES]
+        large = [request for request in requests if request.target.nbytes >= HELD_FROM_BYTES]
         memory = spare_memory() if sum(one.target.nbytes for one in large) >= _WORTH_BYTES else None
         if not memory:
             return list(requests)
         held: list[Request] = []
-        left = [request for request in requests if request.target.nbytes < _BORROWED_FROM_BYTES]
+        left = [request for request in requests if request.target.nbytes < HELD_FROM_BYTES]
         room_bytes = len(memory)
         for request in large:
             needed = _rounded(request.target.nbytes, PAGE_BYTES)
@@ -94,12 +106,18 @@ class SideBuffers:
         self._hold(held, torch.frombuffer(memory, dtype=torch.uint8), PAGE_BYTES, fresh=False)
         return left
 
-    def _take(self, requests: Iterable[Request], device: torch.device, room_bytes: int) -> None:
+    def _take(
+        self,
+        requests: Iterable[Request],
+        device: torch.device,
+        room_bytes: int,
+        takes_new: Callable[[Request], bool],
+    ) -> None:
         group: list[Request] = []
         size = 0
         for request in requests:
             needed = _rounded(request.target.nbytes, _ALIGNMENT_BYTES)
-            if needed > room_bytes:
+            if needed > room_bytes or not takes_new(request):
                 self.rest.append(request)
                 continue
             room_bytes -= needed
@@ -131,13 +149,21 @@ class SideBuffers:
             self.requests.append(replace(request, target=held, fresh=fresh))
 
 
-def room_on(device: torch.device, accelerators: Accelerators = ACCELERATORS) -> int:
-    """Return how many bytes side buffers may take on a device: what is free, but for a tenth of it all, or 2 GiB.
+def room_on(
+    device: torch.device,
+    unfilled_bytes: int = 0,
+    accelerators: Accelerators = ACCELERATORS,
+    free_host_bytes: Callable[[], int] = free_for_staging,
+) -> int:
+    """Return how many bytes side buffers may take on a device: what is free, but for a tenth of it all, or 2 GiB; none
+    on a device whose memory is not known.
 
-    None in host memory, beside the spare memory: there the page cache has what was read, and new pages can cost far
-    more than to read it again, where a virtual machine must get them from its host.
+    In host memory: half of this rank's share of what is free, less what reading takes and less `unfilled_bytes`, which
+    this rank has and whose pages are still to be taken. Half, because live tensors may not have all of their pages yet.
     """
     accelerator = accelerators.of(device)
+    if accelerator is None and device.type == "cpu":
+        return (free_host_bytes() // ranks_here() - unfilled_bytes - _FOR_READING_BYTES) // 2
     if accelerator is None:
         return 0
     memory = accelerator.memory(device)

@@ -18,19 +18,16 @@ from blake3 import blake3
 from holdfast.errors import StorageError
 from holdfast.loading.copy_ring import HostCarrier
 from holdfast.loading.files import DAMAGE, Files
-from holdfast.loading.requests import READ_PIECE_BYTES, Request
+from holdfast.loading.requests import GAP_BYTES, READ_PIECE_BYTES, SMALL_READ_BYTES, WIDENED_BYTES, Request
 from holdfast.runs.report import Problem
 from holdfast.state.tensors import is_dense, memory_of, torch_dtype
 from holdfast.storage.base import Source, alignment_of
 
 __all__ = ["check_small", "read_small"]
 
-_SMALL_BYTES = 64 << 10
-# Chunks this close to each other are read together, and fewer of them than this gain nothing here.
-_GAP_BYTES = 64 << 10
+# Fewer chunks than this gain nothing here.
 _FEWEST = 16
-# A slot also holds what a read is widened by on both sides.
-_SLOT_BYTES = READ_PIECE_BYTES + (64 << 10)
+_SLOT_BYTES = READ_PIECE_BYTES + WIDENED_BYTES
 
 OnBytes = Callable[[int], None]
 
@@ -101,7 +98,7 @@ class _Reading:
         found: dict[str, list[_Chunk]] = {}
         if len(self._requests) < _FEWEST:
             return found
-        largest = min(_SMALL_BYTES, self._files.block_bytes - 1)
+        largest = min(SMALL_READ_BYTES, self._files.block_bytes)
         for number, request in enumerate(self._requests):
             leaf, box = request.leaf, request.box
             if len(leaf.chunks) != 1:
@@ -156,7 +153,7 @@ def _runs(chunks: list[_Chunk]) -> Iterator[list[_Chunk]]:
     """Yield the chunks of a file that lie so close together that one read is best, where there are enough of them."""
     run: list[_Chunk] = []
     for chunk in sorted(chunks):
-        if run and (chunk.start - run[-1].end > _GAP_BYTES or chunk.end - run[0].start > READ_PIECE_BYTES):
+        if run and (chunk.start - run[-1].end > GAP_BYTES or chunk.end - run[0].start > READ_PIECE_BYTES):
             if len(run) >= _FEWEST:
                 yield run
             run = []

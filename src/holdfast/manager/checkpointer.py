@@ -39,7 +39,7 @@ from holdfast.saving.pipeline import Saver
 from holdfast.saving.plan import Replicas
 from holdfast.saving.request import SaveRequest
 from holdfast.saving.stage import ChosenMode
-from holdfast.saving.staging.budget import machine_name, note_ranks_here
+from holdfast.state.budget import machine_name, note_ranks_here
 from holdfast.state.wrappers import United
 from holdfast.storage.base import Storage
 from holdfast.storage.registry import storage_for

@@ -107,11 +107,18 @@ class Components:
         self._not_carried = frozenset(lost)
         self._protect_source()
 
-    def attach(self, name: str, component: Any) -> bool:
-        """Add a component. Return whether the restored checkpoint had its state, which it has then taken."""
+    def attach(
+        self,
+        name: str,
+        component: Any,
+        spare_memory: Callable[[], memoryview | None],
+        limit_bytes: int | None,
+    ) -> bool:
+        """Add a component. Return whether the restored checkpoint had its state, which it has then taken.
+        `spare_memory`, `limit_bytes`: as of `LoadRequest`."""
         kind = on_every_rank(self._ranks, "attach", lambda: self._check_new(name, component), same=repr(name))
         components = follow_models({**self.live, name: component}, pipeline_stage=self.pipeline_stage)
-        loaded = self._load_one(name, kind, components)
+        loaded = self._load_one(name, kind, components, spare_memory, limit_bytes)
         self.live = components
         self._note_attached(name)
         return isinstance(loaded, Loaded) and name in loaded.restored
@@ -141,7 +148,14 @@ class Components:
         """Let the checkpoint of another run that `attach` may have wanted be removed."""
         self._reading.close()
 
-    def _load_one(self, name: str, kind: str, components: Mapping[str, Any]) -> Loaded | NothingToLoad:
+    def _load_one(
+        self,
+        name: str,
+        kind: str,
+        components: Mapping[str, Any],
+        spare_memory: Callable[[], memoryview | None],
+        limit_bytes: int | None,
+    ) -> Loaded | NothingToLoad:
         if self._source is None or not self._strategy.takes(name, kind):
             return NothingToLoad()
         catalog, checkpoint = self._source
@@ -154,6 +168,8 @@ class Components:
             pipeline_stage=self.pipeline_stage,
             verify=self._verify,
             globs_must_match=False,
+            spare_memory=spare_memory,
+            limit_bytes=limit_bytes,
         )
         return load(request, catalog, self._ranks)
 

@@ -36,6 +36,7 @@ class Lifetime:
 
     def close(self) -> None:
         """Finish what is pending and give everything back; raise what failed, once. Idempotent."""
+        self._refuse_in_the_middle()
         with self._ending() as goes_on:
             if not goes_on:
                 return
@@ -45,8 +46,19 @@ class Lifetime:
             if failure is not None:
                 raise failure
 
+    def _refuse_in_the_middle(self) -> None:
+        """Raise in the middle of another call of the manager, and in a callback that closing would wait for: before
+        anything is closed."""
+        if not self._ended and not self._run.saver.is_inherited:
+            self._run.saver.calls.refuse_nested("close()")
+            self._run.housekeeper.refuse_own_thread()
+            pending = self._run.saver.pending
+            if pending is not None:
+                pending.wait(0)
+
     def close_after(self, error: BaseException | None) -> None:
         """Close at the end of a `with` block. An error that ended the block is not replaced by one of closing."""
+        self._refuse_in_the_middle()
         with self._ending() as goes_on:
             if not goes_on:
                 return

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from holdfast.loading.resolve import Location
@@ -41,7 +42,7 @@ from holdfast.runs.retention import Decision, KeepPolicy
 from holdfast.saving.pipeline import Saver
 from holdfast.saving.plan import Replicas
 from holdfast.saving.stage import ChosenMode
-from holdfast.saving.staging.budget import machine_name, note_ranks_here
+from holdfast.state.budget import machine_name, note_ranks_here
 from holdfast.storage.base import Storage
 from holdfast.storage.registry import storage_for
 
@@ -71,7 +72,7 @@ class CheckpointManager(Closable):
     verify: "full" checks every byte that is restored, "quick" sizes and the manifest, "off" the manifest alone.
     timeout: seconds to wait for the other ranks, or for a disk that stands still, before a call fails on all ranks.
     staging_limit_bytes: the memory that copies of a rank's state may take. A save that needs more is written in pieces
-        before `save` returns.
+        before `save` returns. A restore takes no more new host memory than this leaves.
     links: whether there are links `latest` and `best` in the run for people, and, given a template such as
         "{name}--{val_loss:.3f}-{step}", one more for each checkpoint.
     on_event: a function that gets an `Event` for what happens to a save, a restore or the run: a save was committed,
@@ -282,7 +283,9 @@ class CheckpointManager(Closable):
         """Add a component that did not exist yet. If the restored checkpoint has its state, it gets it now: True.
         The strategy of the restore applies to it, with what that excludes."""
         self._lifetime.require_open()
-        return self._run.components.attach(name, component)
+        saver = self._run.saver
+        saver.calls.refuse_nested("attach()")
+        return saver.restoring("attach()", partial(self._run.components.attach, name, component))
 
     def should_load(self) -> bool:
         """Return whether `restore()` would find a checkpoint, as the leader finds it, or, with `resume="required"`,

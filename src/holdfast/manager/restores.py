@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import msgspec
 
-from holdfast.errors import CheckpointNotFoundError
+from holdfast.errors import CheckpointNotFoundError, HoldfastError
 from holdfast.loading.pipeline import load
 from holdfast.loading.records import Loaded, LoadRequest, NothingToLoad
 from holdfast.loading.resolve import NEVER_COMMITTED, locate
@@ -80,6 +81,7 @@ class Restores:
         rng: RestoreRNG = "now",
     ) -> RestoreResult:
         """Restore on all ranks, or start fresh where there is nothing and nothing was asked for by name."""
+        self._run.saver.calls.refuse_nested("restore()")
         self._run.saver.drain()
         started = time.monotonic()
         chosen_strategy = strategy if strategy is not None else LoadStrategy()
@@ -90,19 +92,17 @@ class Restores:
             self._start_line(Lineage())
             return RestoreResult(resumed=False, rejected=left)
         waited = time.monotonic() - started
-        with self._run.saver.spare_memory() as spare_memory:
-            request = LoadRequest(
-                chosen,
-                self._run.components.live,
-                chosen_strategy,
-                wanted,
-                self._run.components.pipeline_stage,
-                self._verify,
-                self._unwanted,
-                defer_rng=rng == "later",
-                spare_memory=spare_memory,
-            )
-            loaded = load(request, catalog, self._run.ranks)
+        request = LoadRequest(
+            chosen,
+            self._run.components.live,
+            chosen_strategy,
+            wanted,
+            self._run.components.pipeline_stage,
+            self._verify,
+            self._unwanted,
+            defer_rng=rng == "later",
+        )
+        loaded = self._load(request, catalog)
         if isinstance(loaded, NothingToLoad):
             return self._start_fresh(loaded, catalog, explicit=explicit)
         self._run.deferred_rng.replace(loaded)
@@ -113,6 +113,15 @@ class Restores:
         self._emit_events(loaded, time.monotonic() - started, phases)
         return self._resumed(loaded, chosen_strategy, own_run=catalog is self._run.catalog)
 
+    def _load(self, request: LoadRequest, catalog: Catalog) -> Loaded | NothingToLoad:
+        """Restore while no save is under way, and none of another thread begins."""
+
+        def load_with(spare_memory: Callable[[], memoryview | None], limit_bytes: int | None) -> Loaded | NothingToLoad:
+            ready = replace(request, spare_memory=spare_memory, limit_bytes=limit_bytes)
+            return load(ready, catalog, self._run.ranks)
+
+        return self._run.saver.restoring("restore()", load_with)
+
     def should_load(self) -> bool:
         """Return whether a restore would find a checkpoint or fail for the lack of one, as the leader finds it."""
         if self._resume != "auto":
@@ -120,7 +129,7 @@ class Restores:
         self._run.saver.drain()
 
         def look() -> bool:
-            self._wait_for_writers()
+            self._wait_for_writers(self._run.catalog)
             return self._run.catalog.holds_something()
 
         return on_leader(self._run.ranks, "should_load", look, returns=bool)
@@ -132,10 +141,11 @@ class Restores:
             return None
         return catalog.find(chosen)
 
-    def _wait_for_writers(self) -> None:
-        self._run.saver.finish_other_saves()
+    def _wait_for_writers(self, catalog: Catalog) -> None:
+        """Wait for saves to a run that this process, or one that is gone, has begun."""
+        self._run.saver.finish_other_saves(catalog.storage)
         # Half of the time that the other ranks wait for the leader.
-        wait_for_orphans(self._run.catalog, self._timeout_seconds / 2, self._run.saver.events.emit)
+        wait_for_orphans(catalog, self._timeout_seconds / 2, self._run.saver.events.emit)
 
     def _left_by_a_fresh_start(self) -> tuple[str, ...]:
         """Return all that the run holds and a start that never resumes leaves alone, each with the reason."""
@@ -145,6 +155,13 @@ class Restores:
         left |= {folder: str(error) for folder, error in scan.unreadable}
         left |= dict.fromkeys(scan.attempts, NEVER_COMMITTED)
         return tuple(f"{folder}: {left[folder]}" for folder in sorted(left))
+
+    def _run_of(self, selector: Selecting) -> Catalog:
+        """Return the run that a selector leads to; the manager's own where that is not there yet."""
+        try:
+            return self._locate(selector)[0]
+        except HoldfastError:
+            return self._run.catalog
 
     def _locate(self, selector: Selecting) -> tuple[Catalog, Selector, bool]:
         """Return the run and the selector in it, and whether anything but this run's latest was asked for."""
@@ -176,7 +193,8 @@ class Restores:
             agree_on("rng of restore", [one.rng for one in asked])
             # The manifests are read once, here or when a checkpoint is chosen, however often the run is looked at.
             self._run.catalog.drop_cache()
-            self._wait_for_writers()
+            self._wait_for_writers(self._run_of(selector))
+            # Only now: what a path leads to may have been committed meanwhile.
             catalog, chosen, explicit = self._locate(selector)
             return _Located("" if catalog is self._run.catalog else catalog.storage.url, str(chosen), explicit)
 

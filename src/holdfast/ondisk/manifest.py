@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
@@ -23,6 +23,7 @@ from holdfast.ondisk.regions import MAX_DIMENSIONS, Box, cover_exactly
 
 FORMAT = 1
 BLOCK_BYTES = 1 << 20
+"""The size of a block in a large checkpoint; see `block_bytes_for`."""
 MAX_MANIFEST_BYTES = 1 << 30
 MAX_VALUES_BYTES = 4 << 30
 SEGMENT_CHARACTERS = 16
@@ -30,6 +31,9 @@ MAX_SEQUENCE = 2**53 - 1
 """Far above what any run gets to: a higher number was made up, and must not take the numbers after it away."""
 _MIN_BLOCK_BYTES = 1 << 12
 _MAX_BLOCK_BYTES = 1 << 30
+_SMALLEST_CHOSEN = 64 << 10
+_BLOCKS_PER_RANK = 8192
+_BLOCKS_IN_ALL = 1 << 20
 
 RankingMode = Literal["min", "max"]
 Ranking = tuple[tuple[str, RankingMode], ...]
@@ -225,6 +229,16 @@ def abandoned_at(data: bytes | bytearray) -> str:
         return from_json(data, _AbandonedEnvelope).abandoned.at
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return ""
+
+
+def block_bytes_for(sizes: Collection[int]) -> int:
+    """Return the size of a block for a checkpoint in which each rank writes so many bytes of tensors.
+
+    A rank that needs a part of a chunk reads whole blocks: small ones cost fewer bytes on another number of ranks, and
+    more digests in the manifest, which every rank reads whole: 67 bytes for each block of all ranks.
+    """
+    wanted = max(-(-max(sizes, default=0) // _BLOCKS_PER_RANK), -(-sum(sizes) // _BLOCKS_IN_ALL), 1)
+    return min(max(1 << (wanted - 1).bit_length(), _SMALLEST_CHOSEN), BLOCK_BYTES)
 
 
 def digest_of(data: bytes | bytearray | memoryview) -> str:

@@ -42,15 +42,17 @@ class FramedChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A file's header and the absolute place of each chunk, in the order in which the file holds them."""
+    """A file's header and the absolute place of each chunk, in the order in which the file holds them. `block_bytes`:
+    how many bytes of a chunk one digest is of."""
 
     header: bytes
     chunks: tuple[FramedChunk, ...]
     starts: tuple[int, ...]
     size_bytes: int
+    block_bytes: int
 
 
-def frame(chunks: Sequence[FramedChunk]) -> Frame:
+def frame(chunks: Sequence[FramedChunk], block_bytes: int) -> Frame:
     """Lay chunks out as one safetensors file, without holes."""
     # Larger elements first: each chunk then starts at a multiple of its element's size, which mapping readers need.
     # Among them small chunks first, by size: neighbours can then be moved together, thousands of them at a time.
@@ -58,7 +60,7 @@ def frame(chunks: Sequence[FramedChunk]) -> Frame:
     entries = [(chunk.leaf, chunk.kind, chunk.box.sizes) for chunk in ordered]
     header, size_bytes = encode_header(entries, _notes(ordered))
     starts = accumulate((chunk.size_bytes for chunk in ordered), initial=len(header))
-    return Frame(header, ordered, tuple(starts)[:-1], size_bytes)
+    return Frame(header, ordered, tuple(starts)[:-1], size_bytes, block_bytes)
 
 
 def encode_header(

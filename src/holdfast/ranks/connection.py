@@ -6,6 +6,9 @@ A TCPStore waits for the answer to a message without a time limit, so a host tha
 rank that asks. The socket of the connection is given a limit instead, which costs nothing per call. A connection that
 has reached it is given up, because the late answer would be taken for that of the next call; another one is opened on a
 worker thread, which ends when the host answers again. Until then every call fails at once.
+
+The thread that answers for the host also looks up the name of each address that connects: a name server that does not
+answer holds it, and with it all ranks, for five seconds or more.
 """
 
 from __future__ import annotations
@@ -91,7 +94,8 @@ class Connection:
             f"{store} did not answer within {self._timeout_seconds:g} s",
             ranks=[0],
             timeout_seconds=self._timeout_seconds,
-            advice="look whether that process is stopped or its machine cut off; calls fail at once until it answers",
+            advice="look whether that process is stopped, its machine cut off, or its name server slow; calls fail at "
+            "once until it answers",
         )
 
 

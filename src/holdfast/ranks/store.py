@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import msgspec
 
-from holdfast.errors import error_from_record
+from holdfast.errors import UsageError, error_from_record
 from holdfast.ondisk.decoding import from_msgpack
 from holdfast.ranks.base import Choice, Mine
 from holdfast.ranks.broadcast import LeaderBroadcast
@@ -44,6 +44,8 @@ class StoreRanks:
         self._name = name
         self._timeout_seconds = timeout_seconds
         self._losses = losses or LeaderLosses()
+        # At most one, under an empty key: `setdefault` lets one of several threads put its own there.
+        self._under_way: dict[str, list[str]] = {}
         self._rounds = Rounds(store, rank, size, name, timeout_seconds)
         self._leader = Leader(self._rounds)
         self._follower = Follower(self._rounds, self._losses)
@@ -63,13 +65,25 @@ class StoreRanks:
         if_failed: Callable[[], None] = lambda: None,
         if_silent: Callable[[], Choice] | None = None,
     ) -> Choice:
-        self._rounds.number += 1
-        own, cause = message_of(label, mine)
-        if self.rank == 0:
-            choice, of_choosing = self._leader.decide(own, choose, sends, if_failed, if_silent)
-            cause = cause or of_choosing
-        else:
-            choice = self._follower.take_part(own)
+        own_round = [label]
+        try:
+            if (other := self._under_way.setdefault("", own_round)) is not own_round:
+                # Before anything is sent: the answers of the two would be taken for each other.
+                raise UsageError(
+                    f"'{label}' was called during '{other[0]}'",
+                    advice="call the manager's methods one after the other, in one thread, and not in state_dict() or "
+                    "load_state_dict()",
+                )
+            self._rounds.number += 1
+            own, cause = message_of(label, mine)
+            if self.rank == 0:
+                choice, of_choosing = self._leader.decide(own, choose, sends, if_failed, if_silent)
+                cause = cause or of_choosing
+            else:
+                choice = self._follower.take_part(own)
+        finally:
+            if self._under_way.get("") is own_round:
+                del self._under_way[""]
         if isinstance(cause, KeyboardInterrupt | SystemExit):
             raise cause
         if choice.error is not None:

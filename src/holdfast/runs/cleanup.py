@@ -72,9 +72,10 @@ class Housekeeper:
         self._emit = emit
         self._readers = Readers(catalog.storage)
         self._worker = WorkerThread()
+        self.refuse_own_thread = self._worker.refuse_current
         self._doomed: dict[str, str] = {}
         self._cleared = False
-        self._waiting = threading.Event()
+        self._is_waiting = False
         self._durable: set[str] = set()
         # What the last cleanup decided, and what of it has to be synced before anything is removed.
         self._state: RetentionState | None = None
@@ -92,13 +93,13 @@ class Housekeeper:
         if self._keep is None and self._template is None and self._cleared and not self._suspected:
             return
         # One that waits for its turn will see all changes until then.
-        if not self._waiting.is_set():
-            self._waiting.set()
+        if not self._is_waiting:
+            self._is_waiting = True
             try:
                 self._worker.submit(lambda: _log_failure(self._take_turn, _CLEANUP_FAILED, self._report_failure))
             except BaseException:
                 # Such as an interrupt: a cleanup that is taken for waiting and is not would be the last one.
-                self._waiting.clear()
+                self._is_waiting = False
                 raise
 
     def _report_failure(self, error: BaseException) -> None:
@@ -106,7 +107,7 @@ class Housekeeper:
         self._emit(Event("retention_failed", None, 0, error=text))
 
     def _take_turn(self) -> None:
-        self._waiting.clear()
+        self._is_waiting = False
         if not self._decide_about_new():
             self._clean_up(self._catalog.scan_cached if self._cleared else self._catalog.scan)
 

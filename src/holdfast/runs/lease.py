@@ -153,7 +153,7 @@ class Lease:
             claims = entries_of(storage, paths.LEASE)
             if highest_number(claims) != number:
                 return None
-            heartbeat.start()
+            _start(heartbeat, storage)
             _with_room(storage, number, partial(close_attempts, number))
             floor = _lay_floor(storage, number, claims)
             _forget_older(storage, highest, entries)
@@ -278,6 +278,17 @@ def _is_own(storage: Storage, number: int, token: str) -> bool:
         logger.warning("the run %s was not released; the next writer looks for a heartbeat: %s", storage.url, error)
         return False
     return claim is not None and claim.token == token
+
+
+def _start(heartbeat: Heartbeat, storage: Storage) -> None:
+    try:
+        heartbeat.start()
+    except RuntimeError as error:
+        raise HoldfastError(
+            f"the writer of a run needs a thread for its heartbeat, and the system refuses one: {error}",
+            run=storage.url,
+            advice="raise the limit of processes and threads (ulimit -u, pids.max of the container)",
+        ) from error
 
 
 def _lay_floor(storage: Storage, number: int, claims: Sequence[Entry]) -> paths.Floor:

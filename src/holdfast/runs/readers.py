@@ -54,7 +54,7 @@ def reading(storage: Storage, folder: str) -> Iterator[None]:
     # Before the claim is made: an interrupt may come right after it.
     try:
         if _has_claimed(storage, folder, name):
-            heartbeat.start()
+            _start(heartbeat, folder)
         yield
     finally:
         try:
@@ -74,6 +74,15 @@ def _has_claimed(storage: Storage, folder: str, name: str) -> bool:
         logger.debug("%s is read without a claim: %s", folder, error)
         return False
     return True
+
+
+def _start(heartbeat: Heartbeat, folder: str) -> None:
+    """Start the heartbeat. Where the system refuses a thread the claim counts on this machine, and elsewhere for as
+    long as it states."""
+    try:
+        heartbeat.start()
+    except RuntimeError as error:
+        logger.debug("%s is read without a heartbeat: %s", folder, error)
 
 
 def _end_reading(storage: Storage, name: str, heartbeat: Heartbeat) -> None:

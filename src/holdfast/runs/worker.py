@@ -7,6 +7,9 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from holdfast.errors import UsageError
+from holdfast.storage.threads import Latch
+
 logger = logging.getLogger("holdfast")
 
 _LOOK_SECONDS = 1.0
@@ -28,6 +31,19 @@ class WorkerThread:
             thread.start()
             self._thread = thread
 
+    @property
+    def is_current(self) -> bool:
+        """Return whether the caller is in this thread."""
+        return self._thread is threading.current_thread()
+
+    def refuse_current(self) -> None:
+        """Raise if the caller is in this thread, which cannot wait for itself."""
+        if self.is_current:
+            raise UsageError(
+                "an on_event callback waits for the thread that it runs in; that would deadlock",
+                advice="close the manager, or wait for it, in the training",
+            )
+
     def submit(self, work: Callable[[], None]) -> None:
         """Run a function after those that were submitted before."""
         self.start()
@@ -35,9 +51,10 @@ class WorkerThread:
 
     def wait(self) -> None:
         """Return when everything that was submitted so far is done."""
+        self.refuse_current()
         thread = self._thread
         if thread is not None:
-            done = threading.Event()
+            done = Latch()
             self._work.put(done.set)
             while not done.wait(_LOOK_SECONDS) and thread.is_alive():
                 pass

@@ -21,7 +21,7 @@ from holdfast.saving.coordinator import Coordinator
 from holdfast.saving.files import FileLayout, lay_out
 from holdfast.saving.messages import Inventory, ReplicaSet, SavePlan, StateSummary, WriteAssignment
 from holdfast.saving.request import SaveRequest, argument_digests
-from holdfast.saving.staging.budget import free_for_staging, machine_name, note_ranks_here, ranks_here
+from holdfast.state.budget import free_for_staging, machine_name, note_ranks_here, ranks_here
 from holdfast.storage.base import Storage
 
 __all__ = ["AgreedSave", "Agreement", "Prepared", "RankPlan"]

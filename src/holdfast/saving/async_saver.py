@@ -9,14 +9,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from holdfast.errors import UsageError
 from holdfast.ondisk import paths
 from holdfast.ranks.base import Ranks
 from holdfast.runs.catalog import Catalog
@@ -42,6 +40,8 @@ from holdfast.state.names import unwrap
 __all__ = ["AsyncSaver", "StagedSave"]
 
 logger = logging.getLogger("holdfast")
+
+_Loaded = TypeVar("_Loaded")
 
 _CLOSING_SECONDS = 5.0
 _HANDOVER_TRIES = 100
@@ -89,9 +89,10 @@ class AsyncSaver:
         self._mode: ChosenMode = mode
         self._emit = emit
         self._timeout_seconds = timeout_seconds
+        self._staging_limit_bytes = staging_limit_bytes
         self._background_ranks: Ranks | None = None
         self._jobs = 0
-        self._may_lend = self._is_lent = False
+        self._is_lent = False
         # From when the writer gets a job until the worker thread has the save that the job is of.
         self._has_job_without_save = False
 
@@ -136,6 +137,8 @@ class AsyncSaver:
         """Give a save to the worker thread, and have the next save wait for it. An interrupt that comes meanwhile is
         raised after that: the writer has its job, and must not be left alone with it."""
         self.worker.start()
+        if self.worker.is_current:
+            pending.mark_queued()
         interrupt: BaseException | None = None
         for _ in range(_HANDOVER_TRIES):
             try:
@@ -151,37 +154,38 @@ class AsyncSaver:
         if interrupt is not None:
             raise interrupt
 
-    @contextmanager
-    def spare_memory(self) -> Iterator[Callable[[], memoryview | None]]:
-        """Inside of the block the arena can be had for a restore. What is called to get it returns None where there is
-        none, or where a writer may still read it: after a save that failed. A save is an error from then on. A forked
-        child gets none, because it shares the memory with its parent, and neither does a restore inside of another."""
-        if self._current.is_inherited or self._may_lend:
-            yield lambda: None
-            return
-        with self.preparation.paused():
-            self._may_lend = True
-            try:
-                yield self._lend
-            except BaseException:
-                # A thread of the restore that an interrupt left behind may still write to it.
-                if self._is_lent:
-                    self.stager.close()
-                raise
-            finally:
-                self._may_lend = self._is_lent = False
+    def lending(self, load: Callable[[Callable[[], memoryview | None], int | None], _Loaded]) -> _Loaded:
+        """Return what `load` returns, and lend it the arena meanwhile. No save may begin before that.
 
-    def require_memory_of_its_own(self, step: int) -> None:
-        """Raise while the arena is lent."""
-        if self._is_lent:
-            raise UsageError(
-                "save() was called while the same manager restores",
-                run=self._catalog.storage.url,
-                step=step,
-                advice="save after restore() has returned, and not in load_state_dict()",
-            )
+        It gets a function that returns the arena's memory: None where there is none, or where a writer may still read
+        it, after a save that failed. And how many bytes of new memory it may take besides; None where there is no
+        limit. No `with` block: an interrupt before its first line would keep what it has taken.
+        """
+        try:
+            self.preparation.pause()
+            loaded = load(self._lend, self._staging_left_bytes())
+        except BaseException:
+            # A restore that fails is rare: it costs the next save some time that nothing which the restore left behind
+            # can refer to the memory of that save.
+            if self._is_lent:
+                self.stager.close()
+            self._take_back()
+            raise
+        self._take_back()
+        return loaded
+
+    def _take_back(self) -> None:
+        self._is_lent = False
+        self.preparation.resume()
+
+    def _staging_left_bytes(self) -> int | None:
+        """Return how much memory copies of the state may take beside the arena; None where there is no limit."""
+        limit_bytes = self._staging_limit_bytes
+        return None if limit_bytes is None else max(limit_bytes - self.stager.held_bytes, 0)
 
     def _lend(self) -> memoryview | None:
+        if self._current.is_inherited:
+            return None  # a forked child shares the memory with its parent
         last, writer = self._current.latest, self.supervisor.writer
         if self._has_job_without_save or (last is not None and (not last.done() or last.error is not None)):
             return None
@@ -245,6 +249,8 @@ class AsyncSaver:
             pending.mark_staged()
 
     def _discard_dead_writer(self) -> None:
+        if self._current.is_inherited:
+            return None  # a forked child shares the memory with its parent
         last, writer = self._current.latest, self.supervisor.writer
         if self._has_job_without_save and writer is not None:
             # After an interrupt: nothing will tell it to commit or to discard, and it may be reading the arena.

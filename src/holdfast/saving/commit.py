@@ -7,8 +7,9 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from holdfast.errors import KeyExistsError, SaveFailedError
-from holdfast.ondisk.manifest import BLOCK_BYTES, ChunkRecord, Manifest, TensorRecord
+from holdfast.errors import DamagedRecordError, KeyExistsError, KeyMissingError, SaveFailedError
+from holdfast.ondisk import paths
+from holdfast.ondisk.manifest import ChunkRecord, Manifest, TensorRecord
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.lease import require_number
@@ -33,7 +34,7 @@ def commit(
         created=datetime.now(UTC).isoformat(timespec="microseconds"),
         world_size=len(receipts),
         meshes=facts.meshes,
-        block_bytes=BLOCK_BYTES,
+        block_bytes=facts.block_bytes,
         files=tuple(file for receipt in receipts for file in receipt.files),
         tensors=tensors,
         trees=listing.trees,
@@ -44,12 +45,52 @@ def commit(
         **msgspec.structs.asdict(facts.metadata),
     )
     require_number(catalog.storage, facts.lease, facts.lease_token)
+    _require_attempt(facts, catalog)
+    _require_files(facts, receipts[0], catalog)
     try:
         return catalog.add(manifest, same_tensors=same_tensors)
     except KeyExistsError:
         # A process that took the run over in between has closed this attempt.
         require_number(catalog.storage, facts.lease, facts.lease_token)
         raise
+
+
+def _require_attempt(facts: Facts, catalog: Catalog) -> None:
+    """Raise if the folder of the attempt was removed meanwhile, as by hand: the manifest would make it again, and be a
+    checkpoint without its files, for which retention removes the one before."""
+    try:
+        catalog.attempts.read(facts.folder)
+    except KeyMissingError as error:
+        raise SaveFailedError(
+            f"the folder {facts.folder} was removed while the save was written to it",
+            step=facts.step,
+            run=catalog.storage.url,
+            advice="save again, and leave the folder of a save that is under way alone",
+        ) from error
+    except DamagedRecordError:
+        pass  # it is there
+
+
+def _require_files(facts: Facts, receipt: Receipt, catalog: Catalog) -> None:
+    """Raise if a file of the leader's was removed or cut short meanwhile, as by hand: the checkpoint would be damaged
+    from its first moment, and retention removes the one before for it. Only the leader's: this machine may not see at
+    once what others have written."""
+    for file in receipt.files:
+        key = paths.key(facts.folder, file.name)
+        try:
+            with catalog.storage.open(key) as source:
+                size_bytes = source.size_bytes
+        except KeyMissingError:
+            size_bytes = -1
+        if size_bytes != file.size_bytes:
+            # A process that took the run over in between has closed this attempt, and removed its files.
+            require_number(catalog.storage, facts.lease, facts.lease_token)
+            raise SaveFailedError(
+                f"{key} was {'removed' if size_bytes < 0 else 'changed'} after it was written",
+                step=facts.step,
+                run=catalog.storage.url,
+                advice="save again, and leave the folder of a save that is under way alone",
+            )
 
 
 def _tensors(facts: Facts, listing: Listing, receipts: Sequence[Receipt]) -> tuple[TensorRecord, ...]:

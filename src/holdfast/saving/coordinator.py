@@ -28,7 +28,7 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.ondisk import paths
-from holdfast.ondisk.manifest import MeshRecord
+from holdfast.ondisk.manifest import BLOCK_BYTES, MeshRecord
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.events import Event, Observer
@@ -95,7 +95,7 @@ class Coordinator:
         self._pattern: list[int] = []
         self._summaries: Sequence[StateSummary] = ()
         self._frozen: list[FrozenEntry] = []
-        self._plan = GlobalPlan((), (), (), ())
+        self._plan = GlobalPlan((), (), (), (), BLOCK_BYTES)
         self._meshes: tuple[MeshRecord, ...] = ()
         self._committed = CommittedSteps(catalog)
         self._attempts: dict[int, int] | None = None
@@ -218,6 +218,7 @@ class Coordinator:
             lease=self.lease,
             lease_token=self._lease.token if self._lease is not None else "",
             links=request.links,
+            block_bytes=self._plan.block_bytes,
         )
 
     def note_commit(self, step: int, saved: Saved) -> None:

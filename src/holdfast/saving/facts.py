@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """The facts of a manifest besides its files. The commit assigns the sequence number. `lease` is the number under
     which this process writes, and `lease_token` tells its claim from another's; nothing is committed under one that has
-    been taken over. `links`: move `latest`."""
+    been taken over. `links`: move `latest`. `block_bytes`: how many bytes of a chunk one digest is of."""
 
     step: int
     folder: str
@@ -28,6 +28,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     lease: int = 0
     lease_token: str = ""
     links: bool = True
+    block_bytes: int
 
 
 class Listing(msgspec.Struct, frozen=True):

@@ -61,7 +61,7 @@ def lay_out(inventory: Inventory, assignment: WriteAssignment, *, rank: int, fir
         parts[leaf] = index
     files = []
     for number, group in enumerate(chain(split(weights), split(others)), first_part):
-        framed = frame(group)
+        framed = frame(group, assignment.block_bytes)
         files.append(FileLayout(paths.tensor_file(rank, number), framed, tuple(parts[c.leaf] for c in framed.chunks)))
     return files
 
@@ -78,12 +78,14 @@ def with_sources(files: Sequence[FileLayout], memory: Sequence[Any], ring: Ring)
     ]
 
 
-def streamed_files(sources: Mapping[FramedChunk, Pieces], *, rank: int, first_part: int = 0) -> list[TensorFile]:
+def streamed_files(
+    sources: Mapping[FramedChunk, Pieces], *, rank: int, block_bytes: int, first_part: int = 0
+) -> list[TensorFile]:
     """Return the tensor files of chunks whose bytes come in pieces, in this order as far as one file cannot hold
     all."""
     files = []
     for number, group in enumerate(split(list(sources)), first_part):
-        framed = frame(group)
+        framed = frame(group, block_bytes)
         pieces = partial(_joined, framed.header, [sources[chunk] for chunk in framed.chunks])
         files.append(TensorFile(paths.tensor_file(rank, number), framed, pieces))
     return files

@@ -83,11 +83,13 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WriteAssignment(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank writes: the scope of each of its trees, which trees' values, and which parts, by their index."""
+    """What one rank writes: the scope of each of its trees, which trees' values, and which parts, by their index.
+    `block_bytes` is the same on all ranks: how many bytes of a chunk one digest is of."""
 
     scopes: tuple[str, ...]
     trees: tuple[int, ...]
     parts: tuple[int, ...]
+    block_bytes: int
 
 
 class StateSummary(msgspec.Struct, frozen=True, array_like=True):

@@ -61,6 +61,9 @@ class Saved(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
+_MORE_THREADS = "raise the limit of processes and threads (ulimit -u, pids.max of the container)"
+
+
 class InterruptedSaveError(SaveFailedError):
     """The failure of a save that an interrupt ended, in its events and its handle. The caller gets the interrupt."""
 
@@ -72,7 +75,8 @@ def as_save_error(error: BaseException, step: int) -> HoldfastError:
             return SaveFailedError(**{**error.fields, "step": step})
         return error.at(step=step)
     kind = SaveFailedError if isinstance(error, Exception) else InterruptedSaveError
-    return kind(f"{type(error).__name__}: {error}", step=step)
+    advice = _MORE_THREADS if isinstance(error, RuntimeError) and "start new thread" in str(error) else ""
+    return kind(f"{type(error).__name__}: {error}", step=step, advice=advice)
 
 
 def is_agreed_error(error: BaseException) -> bool:

@@ -19,7 +19,6 @@ import msgspec
 from holdfast.errors import CorruptCheckpointError, SaveFailedError, UsageError
 from holdfast.ondisk import paths
 from holdfast.ondisk.files import PlainFile
-from holdfast.ondisk.manifest import BLOCK_BYTES
 from holdfast.ranks.base import Ranks
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint
@@ -207,16 +206,9 @@ class PartSaver:
                 run=self._catalog.storage.url,
                 advice="save the whole state once: save(step, resave=True) without components=",
             )
-        if parent.manifest.block_bytes != BLOCK_BYTES:
-            raise UsageError(
-                f"the checkpoint of step {parent.step} has digests of blocks of {parent.manifest.block_bytes} bytes, "
-                f"and this version writes blocks of {BLOCK_BYTES}",
-                run=self._catalog.storage.url,
-                advice="save the whole state once: save(step, resave=True) without components=",
-            )
 
     def _decide(self, request: SaveRequest, parent: Checkpoint, inventories: list[Inventory]) -> _Decided:
-        planned = plan(inventories, self._replicas)
+        planned = plan(inventories, self._replicas, parent.manifest.block_bytes)
         assets = asset_files(request.assets)
         names = tuple(request.assets)
         inheritance = inherit(parent.manifest, request.only, names)
@@ -261,6 +253,7 @@ class PartSaver:
             metadata=inherited_metadata(agreed.request.metadata, decided.parent, guards),
             meshes=tuple(sorted({*decided.parent.manifest.meshes, *new_meshes})),
             versions=inherited_versions(facts.versions, decided.parent),
+            block_bytes=decided.planned.block_bytes,
         )
 
     def _require_decided(self) -> _Decided:

@@ -13,6 +13,7 @@ from holdfast.errors import HoldfastError, UsageError
 from holdfast.runs.checkpoint import Checkpoint
 from holdfast.runs.events import Event, EventKind
 from holdfast.saving.outcome import Saved
+from holdfast.storage.threads import Latch
 
 __all__ = ["PendingSave"]
 
@@ -29,6 +30,8 @@ class PendingSave:
         self.written_bytes: Callable[[], int] = lambda: 0
         self.error: HoldfastError | None = None
         self.reported = False
+        # Whether an interrupt of the call has ended it: a failure for that reason is known to the caller.
+        self.interrupted = False
         self.starts_writer = False
         self.checkpoint: Checkpoint | None = None
         self.phases: dict[str, float] = {}
@@ -39,8 +42,9 @@ class PendingSave:
         self._on_event = on_event
         self._saved: Saved | None = None
         self._worker: int | None = None
-        self._staged = threading.Event()
-        self._done = threading.Event()
+        self._is_queued = False
+        self._staged = Latch()
+        self._done = Latch()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -72,7 +76,11 @@ class PendingSave:
 
     def mark_worker(self) -> None:
         """Note that this thread carries the save out, so that it cannot wait for it."""
-        self._worker = threading.get_ident()
+        self._worker, self._is_queued = threading.get_ident(), False
+
+    def mark_queued(self) -> None:
+        """Note that this thread, in a callback of another save, will carry the save out once the callback returns."""
+        self._worker, self._is_queued = threading.get_ident(), True
 
     def mark_saved(self, saved: Saved) -> None:
         """Set the outcome, which is certain now. A callback of an event may ask for it before `succeed`."""
@@ -95,6 +103,12 @@ class PendingSave:
             raise UsageError("a forked child cannot wait for a save of its parent", step=self.step)
         if self._worker != threading.get_ident() or self._done.is_set():
             return self._done.wait(timeout_seconds)
+        if self._saved is None and self._is_queued:
+            raise UsageError(
+                "an on_event callback waits for a save that begins when the callback has returned; that would deadlock",
+                step=self.step,
+                advice="make one save in a callback, and wait for it in the training",
+            )
         if self._saved is None:
             raise UsageError(
                 "an on_event callback called wait() on the save that reports this event; that would deadlock",

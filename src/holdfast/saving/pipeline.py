@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import atexit
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.ranks.base import DEFAULT_TIMEOUT_SECONDS, Ranks
@@ -23,11 +25,12 @@ from holdfast.runs.catalog import Catalog
 from holdfast.runs.events import EventLog
 from holdfast.saving.agreement import AgreedSave, Agreement, Prepared
 from holdfast.saving.async_saver import AsyncSaver
+from holdfast.saving.call_guard import CallGuard
 from holdfast.saving.capture import Capturer
 from holdfast.saving.completion import Completion
 from holdfast.saving.coordinator import Coordinator
 from holdfast.saving.current import CurrentSave
-from holdfast.saving.outcome import Saved, as_save_error
+from holdfast.saving.outcome import InterruptedSaveError, Saved, as_save_error
 from holdfast.saving.part_saver import PartSaver
 from holdfast.saving.pending import PendingSave
 from holdfast.saving.plan import Replicas
@@ -41,6 +44,8 @@ from holdfast.state.memory import collector_paused
 __all__ = ["Saver", "save"]
 
 logger = logging.getLogger("holdfast")
+
+_Loaded = TypeVar("_Loaded")
 
 
 def save(request: SaveRequest, catalog: Catalog, ranks: Ranks, *, parent: str | None = None) -> Saved:
@@ -61,7 +66,7 @@ class Saver:
     replicas: "compare" makes it an error when ranks hold different content under one name, "trust" compares nothing.
 
     `lineage` is where this training stands in the run. `on_commit` can be set: it is called on the leader after each
-    commit, from whatever thread that happens in. `spare_memory` lends the memory of asynchronous saves to a restore.
+    commit, from whatever thread that happens in. `calls` keeps the calls of the manager apart.
     """
 
     def __init__(
@@ -78,9 +83,12 @@ class Saver:
         self.lineage = TrainingLineage()
         self._is_sync = mode == "sync"
         self._url = catalog.storage.url
+        self.calls = CallGuard(self._url, timeout_seconds)
         self._ranks = ranks
         self.events = events if events is not None else EventLog()
-        self._current = CurrentSave(catalog.storage, ranks.rank)
+        self._current = CurrentSave(catalog.storage, ranks.rank, self.calls)
+        self.drain = self._current.drain
+        self.finish_other_saves = self._current.finish_others
         self._capturer = Capturer()
         self._coordinator = Coordinator(
             catalog,
@@ -89,7 +97,7 @@ class Saver:
             staging_limit_bytes=staging_limit_bytes,
             timeout_seconds=timeout_seconds,
             replicas=replicas,
-            before_claim=self._current.finish_others,
+            before_claim=partial(self._current.finish_others, catalog.storage),
             emit=self.events.emit,
         )
         self._agreement = Agreement(ranks, self._coordinator, catalog.storage)
@@ -109,7 +117,6 @@ class Saver:
             staging_limit_bytes=staging_limit_bytes,
             emit=self.events.emit,
         )
-        self.spare_memory = self._async.spare_memory
         # A saver that is dropped without being closed: its writer sees the end of the channel, its threads end here.
         weakref.finalize(self, self._async.worker.stop)
         weakref.finalize(self, self._async.preparation.cancel)
@@ -127,21 +134,24 @@ class Saver:
 
         `request` is called here, and what it raises is raised on all ranks.
         """
-        self._async.require_memory_of_its_own(step)
-        pending = PendingSave(step, self._ranks.rank, self.events.emit)
-        pending.phases["wait"] = self._current.wait_for_previous(step)
-        self._async.preparation.stop()
-        # Until all that the call has made is freed again: the collector counts what is left of it, and would otherwise
-        # go through every tensor of the state, in the call or at the next step of the training.
-        with collector_paused():
-            try:
-                self._save(request, pending)
-            except (KeyboardInterrupt, SystemExit) as error:
-                # Also between the steps, which fail by themselves.
-                _fail(pending, self._current, self._completion, as_save_error(error, pending.step))
-                raise
-        self._current.latest = pending
-        return pending
+        self.calls.refuse_nested("save()", step)
+        try:
+            pending = PendingSave(step, self._ranks.rank, self.events.emit)
+            pending.phases["wait"] = self._current.take_turn_to_save(step, sys._getframe())
+            self._async.preparation.stop()
+            # Until all that the call has made is freed again: the collector counts what is left of it, and would
+            # otherwise go through every tensor of the state, in the call or at the next step of the training.
+            with collector_paused():
+                try:
+                    self._save(request, pending)
+                except (KeyboardInterrupt, SystemExit) as error:
+                    # Also between the steps, which fail by themselves.
+                    _fail(pending, self._current, self._completion, as_save_error(error, pending.step))
+                    raise
+            self._current.latest = pending
+            return pending
+        finally:
+            self.calls.leave()
 
     def _save(self, request: Callable[[], SaveRequest], pending: PendingSave) -> None:
         """Take the steps of a save that are done in the call."""
@@ -170,21 +180,24 @@ class Saver:
     def save_part(self, step: int, names: str, request: Callable[[], SaveRequest]) -> PendingSave:
         """Save some components anew, on all ranks, and take the rest over from the checkpoint of the same step that was
         saved or restored last. Returns when it is committed. `names` are the components, as a text."""
-        self._async.require_memory_of_its_own(step)
-        pending = PendingSave(step, self._ranks.rank, self.events.emit)
-        pending.phases["wait"] = self._current.wait_for_previous(step)
-        with collector_paused(), self._failing(pending):
-            label = f"save of step {step!r:.40}, of {names:.200}"
-            unreported = self._current.unreported_error is not None
-            agreed = self._part.agree(label, request, pending, unreported=unreported)
-        if agreed.plan.unreported:
-            self._current.raise_failure()
-        self._current.log_failure()
-        pending.emit("started")
-        with collector_paused(), self._failing(pending):
-            self._completion.succeed(pending, self._part.save(agreed, pending))
-        self._current.latest = pending
-        return pending
+        self.calls.refuse_nested("save()", step)
+        try:
+            pending = PendingSave(step, self._ranks.rank, self.events.emit)
+            pending.phases["wait"] = self._current.take_turn_to_save(step, sys._getframe())
+            with collector_paused(), self._failing(pending):
+                label = f"save of step {step!r:.40}, of {names:.200}"
+                unreported = self._current.unreported_error is not None
+                agreed = self._part.agree(label, request, pending, unreported=unreported)
+            if agreed.plan.unreported:
+                self._current.raise_failure()
+            self._current.log_failure()
+            pending.emit("started")
+            with collector_paused(), self._failing(pending):
+                self._completion.succeed(pending, self._part.save(agreed, pending))
+            self._current.latest = pending
+            return pending
+        finally:
+            self.calls.leave()
 
     def _capture(self, request: Callable[[], SaveRequest], pending: PendingSave) -> Prepared | BaseException:
         """Return the request and the state as they are now, or the error, which the agreement raises on all ranks."""
@@ -257,13 +270,15 @@ class Saver:
         self._current.drain()
         self._current.raise_failure()
 
-    def drain(self) -> None:
-        """Return when no save is under way, whatever its outcome."""
-        self._current.drain()
-
-    def finish_other_saves(self) -> None:
-        """Wait for the saves of other managers of this process to the same run."""
-        self._current.finish_others()
+    def restoring(self, name: str, load: Callable[[Callable[[], memoryview | None], int | None], _Loaded]) -> _Loaded:
+        """Return what `load` returns, while no save is under way and none begins. It gets a function that returns the
+        memory of asynchronous saves, or None, and how many bytes of new memory it may take besides; None where there is
+        no limit. `name`: of the call, for messages."""
+        try:
+            self._current.take_turn(name, sys._getframe())
+            return self._async.lending(load)
+        finally:
+            self.calls.leave()
 
     def wait_for_staging(self) -> None:
         """Make the devices wait for copies that still read, before the training changes what they read."""
@@ -308,8 +323,14 @@ class Saver:
         """Finish the save under way and release everything; then raise its failure, once."""
         if self.is_inherited:
             return
-        self._current.drain()
-        self._release(at_exit=False)
+        try:
+            if not self.calls.is_closed:
+                self._current.take_turn("close()", sys._getframe())
+            self._release(at_exit=False)
+            # After that: a call that waits for its turn finds nothing to work with.
+            self.calls.close()
+        finally:
+            self.calls.leave()
         self._current.raise_failure()
 
     def close_after(self, error: BaseException | None) -> None:
@@ -360,6 +381,8 @@ def _fail(pending: PendingSave, current: CurrentSave, completion: Completion, fa
         pending.reported = True
     elif current.latest is not pending:
         completion.fail(pending, failure)
+    else:
+        pending.interrupted = isinstance(failure, InterruptedSaveError)
 
 
 _savers: weakref.WeakSet[Saver] = weakref.WeakSet()

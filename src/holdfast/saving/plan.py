@@ -20,6 +20,7 @@ from holdfast.errors import UsageError
 from holdfast.ondisk import paths
 from holdfast.ondisk.codec import Json
 from holdfast.ondisk.dtypes import ELEMENT_TYPES
+from holdfast.ondisk.manifest import block_bytes_for
 from holdfast.ondisk.merging import references, union_of
 from holdfast.ondisk.regions import Box, cover_exactly
 from holdfast.ranks.wording import ranks_in_words
@@ -80,18 +81,23 @@ class TreePlan:
 @dataclass(frozen=True, slots=True)
 class GlobalPlan:
     """The whole save: what each rank does, what the manifest will list, each rank's bytes of tensors, and what must be
-    the same on several ranks. `compared` are the names of the leaves in each of the replica sets."""
+    the same on several ranks. `compared` are the names of the leaves in each of the replica sets. `block_bytes`: as of
+    the assignments."""
 
     assignments: tuple[WriteAssignment, ...]
     leaves: tuple[LeafPlan, ...]
     trees: tuple[TreePlan, ...]
     sizes: tuple[int, ...]
+    block_bytes: int
     replicas: tuple[ReplicaSet, ...] = ()
     compared: tuple[tuple[str, ...], ...] = ()
 
 
-def plan(inventories: Sequence[Inventory], replicas: Replicas = "compare") -> GlobalPlan:
-    """Return who writes what, from the inventories of all ranks."""
+def plan(
+    inventories: Sequence[Inventory], replicas: Replicas = "compare", block_bytes: int | None = None
+) -> GlobalPlan:
+    """Return who writes what, from the inventories of all ranks. `block_bytes`: that of the checkpoint of which a part
+    is stored anew; None chooses one."""
     scopes = _agree_on_scopes(inventories)
     trees = _assign_trees(inventories, scopes)
     holdings = _named(inventories, trees, _collect_holdings(inventories, scopes))
@@ -100,6 +106,7 @@ def plan(inventories: Sequence[Inventory], replicas: Replicas = "compare") -> Gl
         _check_optimizer_states(inventories, trees)
     leaves, parts, sizes = _assign_parts(len(inventories), holdings)
     sets, compared = _replica_sets(inventories, holdings) if replicas == "compare" else ((), ())
+    block_bytes = block_bytes or block_bytes_for(sizes)
     assignments = tuple(
         WriteAssignment(
             scopes=scopes[rank],
@@ -109,10 +116,11 @@ def plan(inventories: Sequence[Inventory], replicas: Replicas = "compare") -> Gl
                 if trees[paths.tree_name(tree.component, scopes[rank][index])].owner == rank
             ),
             parts=tuple(parts[rank]),
+            block_bytes=block_bytes,
         )
         for rank, inventory in enumerate(inventories)
     )
-    return GlobalPlan(assignments, tuple(leaves), tuple(trees.values()), sizes, sets, compared)
+    return GlobalPlan(assignments, tuple(leaves), tuple(trees.values()), sizes, block_bytes, sets, compared)
 
 
 def partly_held(inventories: Sequence[Inventory]) -> dict[str, list[int]]:

@@ -8,7 +8,6 @@ longer.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,9 +15,10 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from holdfast.saving.stage import Stager
-from holdfast.saving.staging.budget import free_for_staging, ranks_here
 from holdfast.saving.writer.supervisor import WriterSupervisor
+from holdfast.state.budget import free_for_staging, ranks_here
 from holdfast.state.sizes import StateSize, estimate_size
+from holdfast.storage.threads import HelperThread, Latch
 
 __all__ = ["Preparation", "Waits"]
 
@@ -27,6 +27,7 @@ logger = logging.getLogger("holdfast")
 # Of its own time: how long the thread rests after a piece, and after a look.
 _REST_OF_PIECE, _REST_OF_LOOK = 1.5, 20.0
 _LOOK_SECONDS = 0.1
+_PAUSE_SECONDS = 0.001
 _UNKNOWN = StateSize(0, 0, frozenset(), growing=True)
 
 Components = Callable[[], Mapping[str, Any] | None]
@@ -70,11 +71,10 @@ class Preparation:
         self._limit_bytes = limit_bytes
         self._free_bytes = free_bytes
         self._waits = waits
-        self._stopping = threading.Event()
-        # Held by the thread that works on the arena.
-        self._arena_lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._owner = os.getpid()
+        self._stopping = Latch()
+        # Whether the thread works on the arena, and whether it must not.
+        self._is_busy = self._is_paused = False
+        self._thread: HelperThread | None = None
 
     @property
     def is_running(self) -> bool:
@@ -83,7 +83,7 @@ class Preparation:
     def start(self, components: Components) -> None:
         """Start. `components` returns the live objects, or None when their owner is gone; only a weak reference to them
         may be in it, and it is called in the thread."""
-        thread = threading.Thread(target=self._run, args=(components,), name="holdfast-prepare", daemon=True)
+        thread = HelperThread(target=self._run, args=(components,), name="holdfast-prepare", daemon=True)
         # First: an interrupt in between must not leave a thread that nothing waits for.
         self._thread = thread
         try:
@@ -93,27 +93,28 @@ class Preparation:
             logger.debug("nothing is got ready for the first save: %s", error)
 
     def cancel(self) -> None:
-        """Have the thread end soon. Does not wait for it, and nothing in a forked child, where another thread may have
-        held the lock of the event."""
-        if self._owner == os.getpid():
-            self._stopping.set()
+        """Have the thread end soon. Does not wait for it."""
+        self._stopping.set()
 
     def stop(self) -> None:
         """Return when the thread does nothing any more. What it has made stays."""
         self.cancel()
         thread = self._thread
-        is_here = self._owner == os.getpid() and thread is not threading.current_thread()
-        # One that an interrupt kept from starting cannot be joined.
-        if thread is not None and is_here and thread.is_alive():
-            thread.join()
+        if thread is not None and thread is not threading.current_thread():
+            thread.wait()
         # Not before: a wait that was interrupted must not let the next save use what the thread still works on.
         self._thread = None
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Have the thread leave the arena alone inside of the block."""
-        with self._arena_lock:
-            yield
+    def pause(self) -> None:
+        """Have the thread leave the arena alone until `resume`. Return when it does."""
+        # No lock: an interrupt could leave it locked, and the next restore would wait for ever.
+        self._is_paused = True
+        while self._is_busy and self.is_running:
+            time.sleep(_PAUSE_SECONDS)
+
+    def resume(self) -> None:
+        """Undo `pause`."""
+        self._is_paused = False
 
     def _run(self, components: Components) -> None:
         try:
@@ -166,14 +167,18 @@ class Preparation:
     @contextmanager
     def _turn(self) -> Iterator[bool]:
         """Keep others from the arena inside of the block; False where it is time to stop instead."""
-        while not self._arena_lock.acquire(timeout=_LOOK_SECONDS):
-            if self._stopping.is_set():
+        # First: a thread that pauses this one looks at it after that.
+        self._is_busy = True
+        while self._is_paused:
+            self._is_busy = False
+            if self._stopping.wait(_LOOK_SECONDS):
                 yield False
                 return
+            self._is_busy = True
         try:
             yield True
         finally:
-            self._arena_lock.release()
+            self._is_busy = False
 
     def _room_bytes(self) -> int:
         """Return how large the arena may be."""

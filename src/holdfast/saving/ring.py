@@ -26,12 +26,12 @@ import torch
 from holdfast.errors import HoldfastError
 from holdfast.ondisk.files import OnPiece
 from holdfast.ondisk.safetensors import SMALL_BYTES, Frame
-from holdfast.saving.staging.host_copy import memmove_holding_gil
-from holdfast.saving.threads import join_all, start_all
+from holdfast.saving.staging.host_copy import memmove_holding_gil, move
 from holdfast.state.devices import ACCELERATORS, Accelerator, Accelerators, DeviceEvent
 from holdfast.state.host_buffer import HostBuffer
 from holdfast.state.memory import PAGE_BYTES
 from holdfast.state.tensors import flat_bytes, is_host_memory
+from holdfast.storage.threads import HeldSignals, HelperThread, join_all, start_all
 
 __all__ = ["Ring"]
 
@@ -115,7 +115,7 @@ class _Slots:
         self.slot_bytes = slot_bytes
         self.tensors = buffer.tensor.split(slot_bytes)
         self.views = [buffer.view[start : start + slot_bytes] for start in range(0, count * slot_bytes, slot_bytes)]
-        # Whether a thread may work on them that nothing can wait for.
+        # Whether a thread may work on them.
         self.is_lost = False
         self.close = buffer.close
         self._buffer = buffer
@@ -181,8 +181,8 @@ class _Copier:
             count = min(size_bytes - self._done_bytes, room - position)
             source = self._addresses[self._source]
             if source:
-                move = memmove_holding_gil if count <= _SHORT_BYTES else ctypes.memmove
-                move(address + position, source + self._done_bytes, count)
+                copy = memmove_holding_gil if count <= _SHORT_BYTES else move
+                copy(address + position, source + self._done_bytes, count)
             elif count:
                 others.append(_Segment(self._source - 1, self._done_bytes, position, count))
             position += count
@@ -274,6 +274,8 @@ def _one_by_one(copier: _Copier, slots: _Slots, on_piece: OnPiece) -> Iterator[m
 def _ahead(copier: _Copier, slots: _Slots, on_piece: OnPiece) -> Iterator[memoryview]:
     """Yield the bytes of the file while one thread fills the slots that come next, and another sees their bytes."""
     read_ahead = _ReadAhead(copier, slots, on_piece)
+    # Until the threads have ended: where interrupts come before that, the next save must not use these slots.
+    slots.is_lost = True
     try:
         if not read_ahead.start():
             yield from _one_by_one(copier, slots, on_piece)
@@ -281,7 +283,9 @@ def _ahead(copier: _Copier, slots: _Slots, on_piece: OnPiece) -> Iterator[memory
         while (piece := read_ahead.next()) is not None:
             yield piece
     finally:
-        read_ahead.stop()
+        with HeldSignals() as held:
+            read_ahead.stop(held)
+            slots.is_lost = False
 
 
 class _Filled(NamedTuple):
@@ -307,17 +311,14 @@ class _ReadAhead:
         self._in_use: set[int] = set()
         self._releasing = threading.Lock()
         self._error: BaseException | None = None
-        self._copying = threading.Thread(target=self._copy, name="holdfast-copy", daemon=True)
-        self._digesting = threading.Thread(target=self._digest_all, name="holdfast-digest", daemon=True)
+        self._copying = HelperThread(target=self._copy, name="holdfast-copy", daemon=True)
+        self._digesting = HelperThread(target=self._digest_all, name="holdfast-digest", daemon=True)
         for slot in range(slots.count):
             self._free.put(slot)
 
     def start(self) -> bool:
         """Start the threads. Return whether they run: at a limit, or at the end of a process, none can be started."""
-        # Where this is interrupted, it is not known whether a thread has been started.
-        self._slots.is_lost = True
         start_all((self._digesting, self._copying))
-        self._slots.is_lost = False
         return self._copying.ident is not None
 
     def next(self) -> memoryview | None:
@@ -327,7 +328,7 @@ class _ReadAhead:
             self._handed_out = None
         filled = self._to_hand_out.get()
         if filled is None:
-            self._digesting.join()
+            self._digesting.wait()
         else:
             _wait_for(filled)
         if self._error is not None:
@@ -337,16 +338,16 @@ class _ReadAhead:
         self._handed_out = filled.slot
         return self._view(filled)
 
-    def stop(self) -> None:
-        """End the threads, after the slots that are filled."""
+    def stop(self, held: HeldSignals) -> None:
+        """End the threads, after the slots that are filled. `held`: what holds signals back meanwhile."""
         with suppress(Empty):
             while True:
                 self._free.get_nowait()
         self._free.put(None)
-        join_all([self._copying])
+        join_all([self._copying], held)
         # The one that copies says when there is no more to digest, if it was started.
         self._to_digest.put(None)
-        join_all([self._digesting])
+        join_all([self._digesting], held)
 
     def _copy(self) -> None:
         with self._noted():

@@ -15,12 +15,12 @@ from holdfast.errors import HoldfastError
 from holdfast.ondisk.files import PlainFile
 from holdfast.saving.files import FileLayout
 from holdfast.saving.staging.arena import PAGE_BYTES, Arena
-from holdfast.saving.staging.budget import own_processors
 from holdfast.saving.staging.chunks import Chunk, Placement, Sources, copy_all, copyable
 from holdfast.saving.staging.device_copy import DeviceCopier, Staging
 from holdfast.saving.staging.host_copy import Move, move_all, move_small
 from holdfast.saving.writer import messages as images
 from holdfast.saving.writer.messages import Image, PlainImage
+from holdfast.state.budget import own_processors
 from holdfast.state.devices import ACCELERATORS, Accelerators
 from holdfast.state.tensors import torch_dtype
 
@@ -260,7 +260,7 @@ def _images(files: Sequence[FileLayout]) -> Iterator[Image]:
             images.Place(chunk.leaf, begin, chunk.size_bytes, chunk.box.offsets, chunk.box.sizes)
             for chunk, begin in zip(frame.chunks, frame.starts, strict=True)
         )
-        yield Image(file.name, start, frame.size_bytes, len(frame.header), places)
+        yield Image(file.name, start, frame.size_bytes, len(frame.header), places, frame.block_bytes)
         start += _aligned(frame.size_bytes)
 
 

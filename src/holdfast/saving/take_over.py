@@ -75,7 +75,7 @@ def copies_of(
         sources[framed] = partial(_pieces, parent, chunk.file, size_bytes, chunk.start, framed.size_bytes)
     plain = [file for file in left if not file.header_bytes]
     return Copies(
-        streamed_files(sources, rank=rank, first_part=first_part),
+        streamed_files(sources, rank=rank, first_part=first_part, block_bytes=parent.manifest.block_bytes),
         [
             PlainFile(
                 file.name, file.size_bytes, partial(_pieces, parent, file.name, file.size_bytes, 0, file.size_bytes)

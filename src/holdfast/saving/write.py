@@ -13,7 +13,7 @@ from blake3 import blake3
 
 from holdfast.ondisk import paths
 from holdfast.ondisk.files import PlainFile, TensorFile
-from holdfast.ondisk.manifest import BLOCK_BYTES, ChunkRecord, FileRecord, tensor_file_digest
+from holdfast.ondisk.manifest import ChunkRecord, FileRecord, tensor_file_digest
 from holdfast.ondisk.safetensors import Frame
 from holdfast.saving.messages import Receipt
 from holdfast.storage.base import Storage
@@ -115,8 +115,8 @@ class _BlockDigests:
 def _blocks_of(frame: Frame, found: Sequence[list[str]]) -> Iterator[tuple[list[str], int]]:
     """Yield, for each block, the list that its digest is added to, and its size."""
     for chunk, digests in zip(frame.chunks, found, strict=True):
-        for start in range(0, chunk.size_bytes, BLOCK_BYTES):
-            yield digests, min(BLOCK_BYTES, chunk.size_bytes - start)
+        for start in range(0, chunk.size_bytes, frame.block_bytes):
+            yield digests, min(frame.block_bytes, chunk.size_bytes - start)
 
 
 def _write_plain_file(folder: str, file: PlainFile, storage: Storage, on_created: Callable[[str], None]) -> FileRecord:

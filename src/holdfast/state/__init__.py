@@ -1,1 +1,1 @@
-"""Live objects to named tensors and back. Knows torch; knows no files and no ranks."""
+"""Live objects to named tensors and back, and a rank's share of its machine. Knows torch; knows no checkpoints."""

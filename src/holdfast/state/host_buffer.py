@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from holdfast.errors import HoldfastError
 from holdfast.state.devices import Accelerator
 from holdfast.state.memory import HUGE_PAGE_BYTES, prefer_huge_pages
 
@@ -25,7 +26,13 @@ class HostBuffer:
     """
 
     def __init__(self, size_bytes: int) -> None:
-        memory = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            memory = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise HoldfastError(
+                f"the system refuses {size_bytes} bytes of memory to read or write files through: {error.strerror}",
+                advice="free memory, or raise the limit (ulimit -v, the limit of the container)",
+            ) from error
         # A child that is forked meanwhile must not share the pages with this process: whichever of the two writes to
         # one then gets another page, and a device would go on with the first.
         memory.madvise(mmap.MADV_DONTFORK)

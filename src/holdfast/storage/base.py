@@ -51,7 +51,8 @@ __all__ = [
 
 Bytes = bytes | bytearray | memoryview
 
-# What is handed to a disk at a time: large enough to write past the page cache at its full speed.
+# What is handed to a disk at a time; a writer may hand it more. Large enough to write past the page cache at nearly its
+# full speed.
 WRITE_PIECE_BYTES = 8 << 20
 
 

@@ -14,10 +14,11 @@ import os
 import pickle
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
@@ -33,6 +34,8 @@ _HOST = "127.0.0.1"
 _SAFE_PATH = "PYTHONSAFEPATH"
 # How long a process may take to end after it was killed; only a broken machine needs more.
 _REAP_SECONDS = 10.0
+_QUIET_SECONDS = 0.001
+_LONGEST_WAIT_SECONDS = 2.0
 StartMethod: TypeAlias = Literal["spawn", "forkserver"]
 # What nearly every rank imports, sooner or later; the last one is imported by the first step of any optimizer. Nothing
 # of Holdfast: a process that is forked must not share with others what it knows of itself.
@@ -294,8 +297,34 @@ def _call(rank: int, backend: str | None, call: bytes) -> Any:
 
     torch.set_num_threads(1)
     dist.init_process_group(backend)
+    os.register_at_fork(before=_wait_for_other_threads)
     function, args = pickle.loads(call)
     return function(rank, *args)
+
+
+def _wait_for_other_threads() -> None:
+    """Return when no other thread of this process has run for a moment, or after two seconds.
+
+    A child that Python 3.11 forks while a thread of a library creates its Python state waits for ever for a lock that
+    nothing in it releases. The threads of gloo do that right after a collective, to free what it has used: without
+    this a loader whose workers are forked hangs in about one of 4,000 forks.
+    """
+    end = time.monotonic() + _LONGEST_WAIT_SECONDS
+    before, now = None, _activity()
+    while (now != before or "R" in now.values()) and time.monotonic() < end:
+        time.sleep(_QUIET_SECONDS)
+        before, now = now, _activity()
+
+
+def _activity() -> dict[str, str]:
+    """Return the state of each other thread, and how often it has been scheduled if it does not run."""
+    found = {}
+    for thread in set(os.listdir("/proc/self/task")) - {str(threading.get_native_id())}:
+        with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/self/task/{thread}/status") as file:
+            fields = dict(line.split(":\t", 1) for line in file if ":\t" in line)
+            is_running = fields["State"].startswith("R")
+            found[thread] = "R" if is_running else fields["voluntary_ctxt_switches"]
+    return found
 
 
 def _failure(error: BaseException) -> bytes:

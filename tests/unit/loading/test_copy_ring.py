@@ -24,15 +24,12 @@ from tests.unit.state.devices.fake import FakeAccelerator, FakeStream
 
 
 class LateCarrier(HostCarrier):
-    """A device that copies as late as it may: when somebody waits. What was overwritten until then is lost."""
-
-    slots = 3
+    """A device that copies as late as it may: when it is waited for. What was overwritten until then is lost."""
 
     def __init__(self) -> None:
         super().__init__()
         self.allocated: list[int] = []
         self._pending: list[Callable[[], None]] = []
-        self._done = 0
 
     def memory(self, size_bytes: int) -> torch.Tensor:
         self.allocated.append(size_bytes)
@@ -41,13 +38,10 @@ class LateCarrier(HostCarrier):
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._pending.append(lambda: HostCarrier.copy(self, target, source))
 
-    def mark(self) -> int:  # type: ignore[override]
-        return len(self._pending)
-
-    def wait(self, mark: int) -> None:  # type: ignore[override]
-        for copy in self._pending[self._done : mark]:
+    def drain(self) -> None:
+        for copy in self._pending:
             copy()
-        self._done = max(self._done, mark)
+        self._pending.clear()
 
 
 def fill(ring: Ring, targets: list[torch.Tensor]) -> None:
@@ -57,20 +51,31 @@ def fill(ring: Ring, targets: list[torch.Tensor]) -> None:
             ring.carrier.copy(target, slot)
 
 
-def test_a_slot_is_not_given_out_before_the_copies_from_it_are_done() -> None:
+def test_memory_is_not_given_out_again_before_the_copies_from_it_are_done() -> None:
     carrier = LateCarrier()
-    ring = Ring(carrier, slot_bytes=100)
-    targets = [torch.zeros(100, dtype=torch.uint8) for _ in range(10)]
+    ring = Ring(carrier, size_bytes=3 * PAGE_BYTES)
+    targets = [torch.zeros(PAGE_BYTES - 5, dtype=torch.uint8) for _ in range(10)]
     fill(ring, targets)
-    assert targets[9].sum() == 0, "the last ones are still under way"
-    ring.drain()
+    assert targets[9].sum() == 0, "the last one is still under way"
+    carrier.drain()
     assert [int(target[0]) for target in targets] == list(range(1, 11))
-    assert carrier.allocated == [100, 100, 100], "a few slots do for all"
+    assert carrier.allocated == [3 * PAGE_BYTES], "the same memory does for all"
+
+
+def test_slots_follow_each_other_through_the_whole_ring_and_each_begins_at_a_page() -> None:
+    ring = Ring(HostCarrier(), size_bytes=4 * PAGE_BYTES + 100)
+    places = []
+    for size in (1, PAGE_BYTES, PAGE_BYTES + 1, 100, 101, 4 * PAGE_BYTES + 100, 1):
+        with ring.slot(size) as slot:
+            assert slot.nbytes == size
+            places.append(slot.data_ptr())
+    assert [(place - places[0]) // PAGE_BYTES for place in places] == [0, 1, 2, 4, 0, 0, 0]
+    assert all(place % PAGE_BYTES == 0 for place in places)
 
 
 def test_copies_are_waited_for_also_when_filling_failed() -> None:
     carrier = LateCarrier()
-    ring = Ring(carrier, slot_bytes=8)
+    ring = Ring(carrier, size_bytes=8)
     target = torch.zeros(8, dtype=torch.uint8)
 
     def fail_half_way() -> None:
@@ -87,7 +92,7 @@ def test_copies_are_waited_for_also_when_filling_failed() -> None:
 
 def test_what_is_larger_than_a_slot_gets_memory_of_its_own() -> None:
     carrier = LateCarrier()
-    ring = Ring(carrier, slot_bytes=8)
+    ring = Ring(carrier, size_bytes=8)
     target = torch.zeros(50, dtype=torch.uint8)
     fill(ring, [target])
     assert target.tolist() == [1] * 50, "it is done at once, for the memory goes"
@@ -141,35 +146,35 @@ def test_copies_to_a_device_come_after_what_its_current_stream_had_to_do() -> No
 
 def test_slots_of_a_device_are_page_locked_and_not_filled_before_their_copies_are_done() -> None:
     accelerator, device = FakeAccelerator(), torch.device("cpu")
-    ring = Ring(DeviceCarrier(accelerator, device, accelerator.training_stream), slot_bytes=100)
+    ring = Ring(DeviceCarrier(accelerator, device, accelerator.training_stream), size_bytes=100)
     targets = [torch.zeros(100, dtype=torch.uint8) for _ in range(5)]
     fill(ring, targets)
     assert targets[4].sum() == 0, "the last one is still under way"
-    ring.drain()
+    ring.carrier.drain()
     assert [int(target[0]) for target in targets] == [1, 2, 3, 4, 5]
-    locked = [size_bytes for name, (_, size_bytes) in accelerator.calls[1:] if name == "page_lock"]
+    locked = [size_bytes for name, (_, size_bytes) in accelerator.calls if name == "page_lock"]
     assert locked == [100]
     ring.close()
     released = [where for name, where in accelerator.calls if name == "undo_page_lock"]
-    assert sorted(released) == sorted(where for name, (where, _) in accelerator.calls[1:2]), "nothing stays locked"
+    assert sorted(released) == sorted(where for name, (where, _) in accelerator.calls[:1]), "nothing stays locked"
 
 
 def test_a_slot_for_more_than_the_others_hold_is_released_after_its_copies() -> None:
     accelerator, device = FakeAccelerator(), torch.device("cpu")
-    ring = Ring(DeviceCarrier(accelerator, device, accelerator.training_stream), slot_bytes=100)
+    ring = Ring(DeviceCarrier(accelerator, device, accelerator.training_stream), size_bytes=100)
     target = torch.zeros(5000, dtype=torch.uint8)
     with ring.slot(5000) as slot:
         slot.fill_(7)
         ring.carrier.copy(target, slot)
     assert target.tolist() == [7] * 5000
-    assert [name for name, _ in accelerator.calls] == ["set_device", "page_lock", "undo_page_lock"]
+    assert [name for name, _ in accelerator.calls] == ["page_lock", "undo_page_lock"]
 
 
 def test_where_no_page_locked_memory_is_left_a_slot_is_in_other_memory() -> None:
     accelerator, target = FakeAccelerator(refuses=True), torch.zeros(100, dtype=torch.uint8)
-    ring = Ring(DeviceCarrier(accelerator, torch.device("cpu"), accelerator.training_stream), slot_bytes=100)
+    ring = Ring(DeviceCarrier(accelerator, torch.device("cpu"), accelerator.training_stream), size_bytes=100)
     fill(ring, [target])
-    ring.drain()
+    ring.carrier.drain()
     assert target.tolist() == [1] * 100
 
 
@@ -178,6 +183,17 @@ def test_a_device_without_an_accelerator_or_a_stream_of_this_thread_is_copied_to
     assert isinstance(carrier(torch.device("cpu")), DeviceCarrier)
     assert isinstance(carrier(torch.device("cpu", 0)), HostCarrier)
     assert isinstance(carrier(torch.device("meta")), HostCarrier)
+
+
+def test_a_thread_of_a_restore_uses_the_device_of_its_copies_and_the_caller_keeps_its_own() -> None:
+    accelerator, device = FakeAccelerator(), torch.device("cpu")
+    carrier = carriers_after_this_thread(Accelerators([accelerator]))
+    carrier(device)
+    assert accelerator.calls == []
+    thread = threading.Thread(target=lambda: carrier(device))
+    thread.start()
+    thread.join()
+    assert accelerator.calls == [("set_device", device)]
 
 
 class CarefulAccelerator(FakeAccelerator):
@@ -194,13 +210,13 @@ class CarefulAccelerator(FakeAccelerator):
 def test_slots_are_released_when_the_copies_from_them_are_done_and_not_before(size_bytes: int) -> None:
     accelerator, device = CarefulAccelerator(), torch.device("cpu")
     target = torch.zeros(size_bytes, dtype=torch.uint8)
-    ring = Ring(DeviceCarrier(accelerator, device, accelerator.training_stream), slot_bytes=100)
+    ring = Ring(DeviceCarrier(accelerator, device, accelerator.training_stream), size_bytes=100)
     with ring.slot(size_bytes) as slot:
         slot.fill_(7)
         ring.carrier.copy(target, slot)
     ring.close()
     assert target.tolist() == [7] * size_bytes
-    assert [name for name, _ in accelerator.calls] == ["set_device", "page_lock", "undo_page_lock"]
+    assert [name for name, _ in accelerator.calls] == ["page_lock", "undo_page_lock"]
 
 
 def test_rings_release_the_slots_of_all_threads_at_their_end() -> None:
@@ -220,7 +236,7 @@ def test_a_ring_whose_copies_cannot_be_waited_for_keeps_its_slots_and_the_others
 
         released = 0
 
-        def wait(self, mark: int) -> None:
+        def drain(self) -> None:
             raise RuntimeError("the device is lost")
 
         def release(self, memory: torch.Tensor) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,11 @@ import torch
 
 import holdfast
 from holdfast.errors import CorruptCheckpointError
-from holdfast.loading.copy_ring import DeviceCarrier, HostCarrier, Rings, piece_bytes
-from holdfast.loading.io import Job, _Extent
-from holdfast.loading.read import _fills, check_bytes, read
-from holdfast.loading.requests import Request, size_of
+from holdfast.loading.copy_ring import DeviceCarrier, HostCarrier, Rings, Slots, piece_bytes
+from holdfast.loading.files import Files
+from holdfast.loading.io import DeviceChecks, Job, _Extent, _tasks
+from holdfast.loading.read import _fills, check_bytes, past_cache_test, read
+from holdfast.loading.requests import READ_PIECE_BYTES, WIDENED_BYTES, Request, size_of
 from holdfast.loading.side_buffers import SideBuffers
 from holdfast.ondisk.regions import Box, whole
 from holdfast.runs.checkpoint import Checkpoint
@@ -202,9 +205,7 @@ def test_a_check_leaves_what_it_read_in_the_page_cache(folder: Path) -> None:
 
 
 class LateCarrier(HostCarrier):
-    """Copies when somebody waits, and counts what it copied."""
-
-    slots = 2
+    """Copies when it is waited for, and counts what it copied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,13 +215,10 @@ class LateCarrier(HostCarrier):
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self.copied.append((target, source))
 
-    def mark(self) -> int:  # type: ignore[override]
-        return len(self.copied)
-
-    def wait(self, mark: int) -> None:  # type: ignore[override]
-        for target, source in self.copied[self.done : mark]:
+    def drain(self) -> None:
+        for target, source in self.copied[self.done :]:
             target.copy_(source)
-        self.done = max(mark, self.done)
+        self.done = len(self.copied)
 
 
 def transposed_requests(checkpoint: Checkpoint) -> list[Request]:
@@ -380,6 +378,117 @@ def test_damage_anywhere_leaves_live_tensors_alone(tmp_path: Path, way: str, lea
         manager.restore()
     sound = LiveModel(0).state_dict()
     assert all(torch.equal(tensor, sound[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "limit_bytes"),
+    [(1, None), (1, 1 << 20), (10**12, None)],
+    ids=["enough memory", "a limit", "too little for so many ranks"],
+)
+def test_what_is_not_in_the_page_cache_is_read_once_for_live_tensors_where_memory_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, limit_bytes: int | None
+) -> None:
+    with holdfast.CheckpointManager(tmp_path, {"model": LiveModel(0)}, rng=False, mode="sync") as manager:
+        manager.save(0)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    model, disk = LiveModel(1), CountingDisk()
+    large, places = model.large.nbytes, [parameter.data_ptr() for parameter in model.parameters()]
+    storage = LocalStorage(tmp_path, disk=disk)
+    with holdfast.CheckpointManager(
+        "", {"model": model}, rng=False, mode="sync", storage=storage, staging_limit_bytes=limit_bytes
+    ) as manager:
+        disk.read_bytes = 0
+        manager.restore()
+    times = disk.read_bytes / large
+    assert 1.0 <= times < 1.1 if (ranks, limit_bytes) == (1, None) else 2.0 <= times < 2.1
+    assert all(
+        torch.equal(own, saved) for own, saved in zip(model.parameters(), LiveModel(0).parameters(), strict=True)
+    )
+    assert [parameter.data_ptr() for parameter in model.parameters()] == places
+
+
+@pytest.mark.parametrize("limit_bytes", [None, 1 << 20])
+def test_a_component_that_is_attached_later_keeps_to_the_limit_too(tmp_path: Path, limit_bytes: int | None) -> None:
+    state = {"model": LiveModel(0), "other": torch.nn.Linear(2, 2)}
+    with holdfast.CheckpointManager(tmp_path, state, rng=False, mode="sync") as manager:
+        manager.save(0)
+    model, disk = LiveModel(1), CountingDisk()
+    storage, other = LocalStorage(tmp_path, disk=disk), {"other": torch.nn.Linear(2, 2)}
+    with holdfast.CheckpointManager(
+        "", other, rng=False, mode="sync", storage=storage, staging_limit_bytes=limit_bytes
+    ) as manager:
+        manager.restore()
+        disk.read_bytes = 0
+        assert manager.attach("model", model)
+    assert round(disk.read_bytes / model.large.nbytes) == (1 if limit_bytes is None else 2)
+    assert torch.equal(model.large, LiveModel(0).large)
+
+
+def test_what_is_in_the_page_cache_or_wanted_by_all_ranks_gets_no_new_memory(folder: Path) -> None:
+    cold, warm = open_run(folder, ColdDisk()), open_run(folder, WarmDisk())
+    requests = {one.leaf.name.removeprefix("holder."): one for one in whole_requests(cold)}
+    assert past_cache_test(cold, 1)(requests["b_large"])
+    assert not past_cache_test(cold, 1)(requests["f_050"]), "small ones are read twice"
+    assert not past_cache_test(warm, 1)(requests["b_large"])
+    assert not past_cache_test(cold, 2)(requests["b_large"])
+    half = replace(requests["b_large"], box=Box((0, 0), (1024, 1500)), target=torch.zeros(1024, 1500))
+    assert past_cache_test(cold, 2)(half)
+
+
+def test_whatever_is_read_past_the_page_cache_for_host_memory_is_read_ahead(folder: Path) -> None:
+    """Also what is converted or lies in another order: where it did not fit, the threads that digest would read it."""
+    checkpoint, slots = open_run(folder, ColdDisk()), Slots(1, READ_PIECE_BYTES + WIDENED_BYTES)
+    requests = [*whole_requests(checkpoint), *transposed_requests(checkpoint)]
+    casts = [replace(one, target=one.target.to(torch.bfloat16)) for one in requests if one.leaf.dtype == "float32"]
+    with ExitStack() as stack:
+        files = Files(checkpoint, stack)
+        jobs = (job for one in requests + casts for job in _fills(one, checkpoint, 1, DeviceChecks(())))
+        tasks = list(_tasks(jobs, files, True))
+        assert len(tasks) > 10
+        assert all(isinstance(task, _Extent) and task.is_for(slots) for task in tasks)
+
+
+class MemorylessDisk(WarmDisk):
+    """Raises a MemoryError after `looks` reads of a large file."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    def read_at(self, file: int, target: memoryview, offset: int) -> int:
+        if os.fstat(file).st_size > 1 << 20:
+            self.looks -= 1
+            if self.looks < 0:
+                raise MemoryError("no more")
+        return super().read_at(file, target, offset)
+
+
+@pytest.mark.guarantee("G7")
+def test_whatever_ends_a_restore_that_has_begun_to_fill_live_tensors_is_said_to_have(tmp_path: Path) -> None:
+    with holdfast.CheckpointManager(tmp_path, {"model": LiveModel(0)}, rng=False, mode="sync") as manager:
+        manager.save(0)
+    blocks = -(-LiveModel(0).large.nbytes // open_run(tmp_path).manifest.block_bytes)
+    for looks, text in ((blocks // 2, "^the restore failed: MemoryError"), (blocks + 40, "overwritten in part: Mem")):
+        model, disk = LiveModel(1), MemorylessDisk(1 << 40)
+        storage = LocalStorage(tmp_path, disk=disk)
+        with holdfast.CheckpointManager("", {"model": model}, rng=False, mode="sync", storage=storage) as manager:
+            disk.looks = looks
+            with pytest.raises(holdfast.HoldfastError, match=text):
+                manager.restore()
+            disk.looks = 1 << 40
+            if looks < blocks:
+                before = LiveModel(1).state_dict()
+                assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+class CountingDisk(ColdDisk):
+    """Knows how many bytes were read, past the cache or through it."""
+
+    read_bytes = 0
+
+    def read_at(self, file: int, target: memoryview, offset: int) -> int:
+        count = super().read_at(file, target, offset)
+        self.read_bytes += count
+        return count
 
 
 class CountingCarrier(HostCarrier):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 
+import pytest
 import torch
 
 from holdfast.loading.requests import Request
@@ -83,13 +85,30 @@ def test_a_tensor_of_inference_mode_takes_no_copy_and_gets_no_side_buffer() -> N
     assert len(SideBuffers.of([request(tensor)], lambda device: 1 << 20).rest) == 1
 
 
-def test_host_memory_has_no_room_for_side_buffers() -> None:
-    assert room_on(torch.device("cpu")) == 0
+def test_host_memory_has_half_of_this_ranks_share_of_what_is_free_less_what_it_is_about_to_fill(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")
+    one, reading = partial(room_on, torch.device("cpu"), free_host_bytes=lambda: 10_000 * GIBI), 128 << 20
+    assert one() == 5 * GIBI - reading // 2
+    assert one(unfilled_bytes=7 * GIBI) == 1.5 * GIBI - reading // 2
+    assert one(unfilled_bytes=20 * GIBI) < 0
+
+
+def test_a_device_whose_memory_is_not_known_has_no_room() -> None:
+    assert [room_on(torch.device(kind)) for kind in ("meta", "xpu", "mps")] == [0, 0, 0]
+
+
+def test_new_host_memory_is_taken_for_those_alone_that_it_pays_for() -> None:
+    requests = live((10,), (20,), (30,))
+    buffers = SideBuffers.of(requests, lambda device: 1 << 20, takes_new=lambda request: request is requests[1])
+    assert [one.leaf.name for one in buffers.requests] == ["t1"]
+    assert buffers.rest == [requests[0], requests[2]]
 
 
 def test_a_device_has_the_room_that_is_free_or_only_cached_less_a_tenth_of_it_all() -> None:
     accelerators = Accelerators([FakeAccelerator(free=20 * GIBI, cached=3 * GIBI)])
-    assert room_on(torch.device("cpu"), accelerators) == (20 + 3 - 8) * GIBI
+    assert room_on(torch.device("cpu"), accelerators=accelerators) == (20 + 3 - 8) * GIBI
 
 
 def test_memory_of_a_device_goes_back_to_it_once() -> None:

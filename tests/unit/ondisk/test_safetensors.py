@@ -14,6 +14,7 @@ from hypothesis import example, given, settings, strategies as st
 
 from holdfast.errors import CorruptCheckpointError, HoldfastError
 from holdfast.ondisk.dtypes import ELEMENT_TYPES, element_type
+from holdfast.ondisk.manifest import BLOCK_BYTES
 from holdfast.ondisk.regions import Box
 from holdfast.ondisk.safetensors import ALIGNMENT, FramedChunk, frame, header_length, parse_header
 
@@ -41,7 +42,7 @@ def one_entry(**changes: Any) -> bytes:
 @given(chunks=FILES)
 @steady
 def test_what_was_laid_out_is_read_back_from_the_header(chunks: list[FramedChunk]) -> None:
-    laid = frame(chunks)
+    laid = frame(chunks, BLOCK_BYTES)
     assert header_length(laid.header[:8], laid.size_bytes) == len(laid.header)
     entries = parse_header(laid.header, laid.size_bytes)
     assert sorted(entries) == sorted(chunk.leaf for chunk in chunks)
@@ -54,7 +55,7 @@ def test_what_was_laid_out_is_read_back_from_the_header(chunks: list[FramedChunk
 @given(chunks=FILES)
 @steady
 def test_data_starts_on_a_page_has_no_holes_and_every_element_is_aligned(chunks: list[FramedChunk]) -> None:
-    laid = frame(chunks)
+    laid = frame(chunks, BLOCK_BYTES)
     assert len(laid.header) % ALIGNMENT == 0
     position = len(laid.header)
     for chunk, start in zip(laid.chunks, laid.starts, strict=True):
@@ -68,7 +69,7 @@ def test_data_starts_on_a_page_has_no_holes_and_every_element_is_aligned(chunks:
 @given(chunks=FILES)
 @steady
 def test_the_safetensors_library_reads_every_chunk_with_its_bytes(chunks: list[FramedChunk]) -> None:
-    laid = frame(chunks)
+    laid = frame(chunks, BLOCK_BYTES)
     data = bytearray(laid.header)
     contents = {}
     for number, chunk in enumerate(laid.chunks):
@@ -85,7 +86,7 @@ def test_the_safetensors_library_reads_every_chunk_with_its_bytes(chunks: list[F
 @given(chunks=FILES)
 @steady
 def test_the_note_for_pytorchs_own_reader_names_every_key(chunks: list[FramedChunk]) -> None:
-    laid = frame(chunks)
+    laid = frame(chunks, BLOCK_BYTES)
     note = json.loads(laid.header[8:])["__metadata__"]
     offsets = json.loads(note["DCP_SHARDING_INFO"])
     assert sorted(offsets) == sorted(chunk.leaf for chunk in chunks)

@@ -11,8 +11,13 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.saving.current import SlowSaveWarning
+from holdfast.errors import SaveFailedError
+from holdfast.saving.call_guard import CallGuard
+from holdfast.saving.current import CurrentSave, SlowSaveWarning
+from holdfast.saving.outcome import InterruptedSaveError
+from holdfast.saving.pending import PendingSave
 from holdfast.storage.local.local import LocalStorage
+from holdfast.testing import MemoryStorage
 
 LONG, SHORT = 1.0, 0.01
 
@@ -68,3 +73,23 @@ def test_the_first_saves_of_a_short_run_are_no_warning_however_long_the_start_to
             opening.join()
             assert handle.wait().step == 2
     assert not [text for text in caplog.messages if "saves take longer" in text]
+
+
+@pytest.mark.guarantee("G6")
+@pytest.mark.parametrize(
+    ("interrupted", "error", "is_reported_later"),
+    [
+        (False, InterruptedSaveError("KeyboardInterrupt", step=1), True),
+        (True, InterruptedSaveError("KeyboardInterrupt", step=1), False),
+        (True, SaveFailedError("no room is left", step=1), True),
+    ],
+)
+def test_a_failure_by_an_interrupt_that_the_caller_has_got_is_not_raised_by_the_next_save(
+    interrupted: bool, error: SaveFailedError, is_reported_later: bool
+) -> None:
+    """A second interrupt, of the wait for the failed save, leaves the first one's failure behind."""
+    current = CurrentSave(MemoryStorage(), 0, CallGuard("run", 60))
+    current.latest = pending = PendingSave(1, 0, lambda event: None)
+    pending.interrupted = interrupted
+    pending.fail(error)
+    assert (current.unreported_error is error) == is_reported_later

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from holdfast.errors import UsageError
+from holdfast.ondisk.manifest import BLOCK_BYTES, MAX_MANIFEST_BYTES, block_bytes_for
 from holdfast.ondisk.regions import Box, whole
 from holdfast.saving.messages import UNSAMPLED, Inventory, PartEntry, ReplicaSet, TreeEntry
 from holdfast.saving.plan import SAMPLED_DEVICE_PARTS, SAMPLED_HOST_PARTS, _regions, plan
@@ -121,3 +122,29 @@ def test_trusted_replicas_are_stored_once_and_not_compared() -> None:
     planned = plan([own, own], "trust")
     assert planned.replicas == ()
     assert sum(len(assignment.parts) for assignment in planned.assignments) == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [(1, 64 << 10), (1 << 18, 64 << 10), ((1 << 18) + 1, 128 << 10), (1 << 20, 256 << 10), (1 << 30, 1 << 20)],
+)
+def test_every_rank_gets_the_same_blocks_small_ones_where_that_takes_few_digests(rows: int, expected: int) -> None:
+    """A row has 2 KiB. The rank that writes most has at most 8192 digests, or blocks of 1 MiB."""
+    large = PartEntry(0, "large", "float32", (rows, 512), whole((rows, 512)), False)
+    planned = plan([inventory(large, replica("a")), inventory(replica("a"))])
+    assert [one.block_bytes for one in planned.assignments] == [expected, expected]
+    assert planned.block_bytes == expected
+
+
+@pytest.mark.parametrize(("ranks", "gib"), [(2048, 782), (4096, 4526), (1024, 16)])
+def test_the_digests_of_very_many_ranks_stay_few_enough_for_one_manifest(ranks: int, gib: int) -> None:
+    """70 and 405 billion parameters with AdamW, and 1.4 billion: none may have a manifest that nothing can open."""
+    sizes = [(gib << 30) // ranks] * ranks
+    block_bytes = block_bytes_for(sizes)
+    blocks = sum(-(-size // block_bytes) for size in sizes)
+    assert 70 * blocks < MAX_MANIFEST_BYTES // 2
+    assert block_bytes == BLOCK_BYTES or blocks <= 1 << 20
+
+
+def test_a_part_that_is_stored_anew_has_the_blocks_of_the_rest() -> None:
+    assert plan([inventory(replica("a"))], block_bytes=4096).assignments[0].block_bytes == 4096

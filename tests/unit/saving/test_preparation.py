@@ -18,7 +18,8 @@ from torch import nn
 
 from holdfast.errors import StorageError
 from holdfast.saving.preparation import Preparation, Waits
-from holdfast.saving.staging.budget import ranks_here
+from holdfast.state.budget import ranks_here
+from holdfast.storage.threads import HelperThread
 
 AT_ONCE = Waits(begin=0.0, growing=0.0, look=0.0)
 LONG = 3600.0
@@ -161,8 +162,8 @@ def test_a_wait_that_was_interrupted_does_not_let_the_next_save_go_ahead() -> No
     preparation.start(Looks({"model": model()}))
     assert reached.wait(120)
 
-    class Interrupted(threading.Thread):
-        def join(self, timeout: float | None = None) -> None:
+    class Interrupted(HelperThread):
+        def wait(self) -> None:
             raise KeyboardInterrupt
 
     thread = preparation._thread
@@ -170,7 +171,7 @@ def test_a_wait_that_was_interrupted_does_not_let_the_next_save_go_ahead() -> No
     thread.__class__ = Interrupted
     with pytest.raises(KeyboardInterrupt):
         preparation.stop()
-    thread.__class__ = threading.Thread
+    thread.__class__ = HelperThread
     assert preparation.is_running
     go_on.set()
     preparation.stop()
@@ -365,16 +366,15 @@ def test_cancel_ends_the_thread_without_waiting_for_it() -> None:
     wait_for(lambda: not preparation.is_running)
 
 
-def test_a_forked_child_neither_waits_nor_takes_a_lock_that_the_thread_may_have_held() -> None:
+def test_a_forked_child_waits_for_no_thread() -> None:
     stager = FakeStager()
     preparation = preparation_of(stager, Waits(begin=LONG))
     preparation.start(Looks())
-    with preparation._stopping._cond:  # type: ignore[attr-defined]
-        child = os.fork()
-        if child == 0:
-            preparation.cancel()
-            preparation.stop()
-            os._exit(7)
+    child = os.fork()
+    if child == 0:
+        preparation.cancel()
+        preparation.stop()
+        os._exit(7)
     wait_for(lambda: os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert preparation.is_running
@@ -404,11 +404,12 @@ print("went on")
 def test_a_pause_keeps_the_thread_from_the_arena_and_it_goes_on_afterwards() -> None:
     stager = FakeStager()
     preparation = preparation_of(stager)
-    with preparation.paused():
-        preparation.start(Looks({"model": model()}, {"model": model()}))
-        wait_for(lambda: "writer" in stager.calls)
-        time.sleep(0.2)
-        assert stager.calls == ["writer"]
+    preparation.pause()
+    preparation.start(Looks({"model": model()}, {"model": model()}))
+    wait_for(lambda: "writer" in stager.calls)
+    time.sleep(0.2)
+    assert stager.calls == ["writer"]
+    preparation.resume()
     wait_for(lambda: not preparation.is_running)
     assert stager.calls == READY
 
@@ -427,8 +428,8 @@ def test_a_pause_waits_for_the_piece_that_is_being_taken() -> None:
     paused = threading.Event()
 
     def pause() -> None:
-        with preparation.paused():
-            paused.set()
+        preparation.pause()
+        paused.set()
 
     pausing = threading.Thread(target=pause)
     pausing.start()
@@ -442,8 +443,8 @@ def test_a_pause_waits_for_the_piece_that_is_being_taken() -> None:
 def test_a_thread_that_is_paused_can_be_stopped() -> None:
     stager = FakeStager()
     preparation = preparation_of(stager)
-    with preparation.paused():
-        preparation.start(Looks({"model": model()}))
-        wait_for(lambda: "writer" in stager.calls)
-        preparation.stop()
+    preparation.pause()
+    preparation.start(Looks({"model": model()}))
+    wait_for(lambda: "writer" in stager.calls)
+    preparation.stop()
     assert stager.calls == ["writer"]

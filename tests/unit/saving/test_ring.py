@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast.errors import HoldfastError
+from holdfast.ondisk.manifest import BLOCK_BYTES
 from holdfast.ondisk.regions import whole
 from holdfast.ondisk.safetensors import Frame, FramedChunk, frame
 from holdfast.saving.ring import Ring
@@ -45,7 +46,9 @@ def states() -> dict[str, torch.Tensor]:
 
 
 def laid_out(tensors: dict[str, torch.Tensor]) -> tuple[Frame, list[torch.Tensor]]:
-    framed = frame([FramedChunk.of(name, dtype_name(one), whole(tuple(one.shape))) for name, one in tensors.items()])
+    framed = frame(
+        [FramedChunk.of(name, dtype_name(one), whole(tuple(one.shape))) for name, one in tensors.items()], BLOCK_BYTES
+    )
     return framed, [tensors[chunk.leaf] for chunk in framed.chunks]
 
 

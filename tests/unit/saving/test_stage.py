@@ -13,6 +13,7 @@ import torch
 
 from holdfast.errors import StorageError
 from holdfast.ondisk.files import PlainFile
+from holdfast.ondisk.manifest import BLOCK_BYTES
 from holdfast.ondisk.regions import whole
 from holdfast.ondisk.safetensors import FramedChunk, frame
 from holdfast.saving.files import FileLayout
@@ -39,7 +40,7 @@ def stager() -> Iterator[Stager]:
 
 def files_of(*sizes: int) -> list[FileLayout]:
     chunks = [FramedChunk.of(f"model.layer-{index}", "float32", whole((size,))) for index, size in enumerate(sizes)]
-    framed = frame(chunks)
+    framed = frame(chunks, BLOCK_BYTES)
     order = [chunks.index(chunk) for chunk in framed.chunks]
     return [FileLayout("rank-00000.safetensors", framed, tuple(order))]
 
@@ -275,7 +276,7 @@ def test_what_does_not_lie_in_memory_as_in_a_file_is_copied_by_torch_beside_what
         torch.randn(1).expand(9),
     ]
     chunks = [FramedChunk.of(f"m.{index}", "float32", whole(tuple(one.shape))) for index, one in enumerate(tensors)]
-    framed = frame(chunks)
+    framed = frame(chunks, BLOCK_BYTES)
     files = [FileLayout("rank-00000.safetensors", framed, tuple(map(chunks.index, framed.chunks)))]
     arena, (image,) = stager.arrange(files, [])
     for _ in range(2):

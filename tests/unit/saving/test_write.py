@@ -18,8 +18,8 @@ from holdfast.storage.local.local import LocalStorage
 SIZES = [1, 0, 4096, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES + 17]
 
 
-def contents() -> tuple[Frame, list[bytes]]:
-    framed = frame([FramedChunk.of(f"leaf.{size}", "uint8", whole((size,))) for size in SIZES])
+def contents(block_bytes: int = BLOCK_BYTES) -> tuple[Frame, list[bytes]]:
+    framed = frame([FramedChunk.of(f"leaf.{size}", "uint8", whole((size,))) for size in SIZES], block_bytes)
     return framed, [
         bytes((index + position) % 251 for position in range(chunk.size_bytes))
         for index, chunk in enumerate(framed.chunks)
@@ -33,9 +33,12 @@ def cut(data: bytes, piece_bytes: int, see: OnPiece) -> Generator[memoryview]:
         yield piece
 
 
+@pytest.mark.parametrize("block_bytes", [BLOCK_BYTES, 64 << 10])
 @pytest.mark.parametrize("piece_bytes", [999, 4096, BLOCK_BYTES - 1, BLOCK_BYTES, 2 * BLOCK_BYTES + 5, 64 << 20])
-def test_each_chunk_has_the_digests_of_its_blocks_however_the_bytes_came(tmp_path: Path, piece_bytes: int) -> None:
-    framed, chunks = contents()
+def test_each_chunk_has_the_digests_of_its_blocks_however_the_bytes_came(
+    tmp_path: Path, piece_bytes: int, block_bytes: int
+) -> None:
+    framed, chunks = contents(block_bytes)
     data = framed.header + b"".join(chunks)
     counted: list[int] = []
     file = TensorFile("tensors.safetensors", framed, partial(cut, data, piece_bytes))
@@ -43,7 +46,7 @@ def test_each_chunk_has_the_digests_of_its_blocks_however_the_bytes_came(tmp_pat
     assert (tmp_path / "step" / "tensors.safetensors").read_bytes() == data
     assert sum(counted) == len(data)
     expected = [
-        tuple(digest_of(chunk[start : start + BLOCK_BYTES]) for start in range(0, len(chunk), BLOCK_BYTES))
+        tuple(digest_of(chunk[start : start + block_bytes]) for start in range(0, len(chunk), block_bytes))
         for chunk in chunks
     ]
     assert [record.digests for _, record in receipt.chunks] == expected

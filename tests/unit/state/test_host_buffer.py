@@ -7,6 +7,7 @@ import os
 
 import pytest
 
+from holdfast.errors import HoldfastError
 from holdfast.state.host_buffer import HostBuffer
 from holdfast.state.memory import HUGE_PAGE_BYTES
 from tests.unit.state.devices.fake import FakeAccelerator
@@ -55,3 +56,8 @@ def test_a_forked_child_undoes_no_lock_of_its_parent() -> None:
         os._exit(len(accelerator.calls))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1, "only the lock that its parent made"
     buffer.close()
+
+
+def test_memory_that_the_system_refuses_is_an_error_that_says_what_to_do() -> None:
+    with pytest.raises(HoldfastError, match=r"refuses \d+ bytes of memory to read or write files through.*ulimit -v"):
+        HostBuffer(1 << 60)

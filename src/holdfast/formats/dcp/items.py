@@ -16,7 +16,7 @@ from holdfast.formats.dcp.layout import leaf_name
 from holdfast.ondisk import paths
 from holdfast.ondisk.codec import Json, encode
 from holdfast.ondisk.dtypes import ELEMENT_TYPES
-from holdfast.ondisk.manifest import ChunkRecord, TensorRecord
+from holdfast.ondisk.manifest import BLOCK_BYTES, ChunkRecord, TensorRecord
 from holdfast.ondisk.regions import Box
 from holdfast.ondisk.safetensors import FramedChunk
 from holdfast.runs.catalog import Catalog
@@ -52,7 +52,7 @@ def write_items(
     ]
     tensors = {_chunk_of(item, assignment.loose): item for item in items if item.type != WriteItemType.BYTE_IO}
     sources = {chunk: partial(_pieces, tensors[chunk], chunk, planner) for chunk in _one_of_each_leaf_first(tensors)}
-    files = streamed_files(sources, rank=assignment.rank)
+    files = streamed_files(sources, rank=assignment.rank, block_bytes=BLOCK_BYTES)
     created: list[str] = []
     try:
         receipt = write(assignment.folder, files, (), catalog.storage, on_created=created.append)

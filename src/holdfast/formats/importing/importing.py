@@ -32,7 +32,7 @@ from holdfast.loading.resolve import Location
 from holdfast.ondisk import paths
 from holdfast.ondisk.codec import encode
 from holdfast.ondisk.files import PlainFile
-from holdfast.ondisk.manifest import IMPORT_NOTE, IMPORTED_FROM, UserMetadata
+from holdfast.ondisk.manifest import BLOCK_BYTES, IMPORT_NOTE, IMPORTED_FROM, UserMetadata
 from holdfast.runs.assets import Asset
 from holdfast.runs.catalog import Catalog
 from holdfast.runs.checkpoint import Checkpoint
@@ -222,7 +222,7 @@ def _write(
     created: list[str],
 ) -> Receipt:
     """Write all files, and add the name of each to `created` as soon as it is there."""
-    files = streamed_files(stored.sources, rank=0)
+    files = streamed_files(stored.sources, rank=0, block_bytes=BLOCK_BYTES)
     with Progress(f"importing step {attempt.step}", size_bytes) as progress:
         return write(attempt.folder, files, plain, catalog.storage, on_bytes=progress.add, on_created=created.append)
 

@@ -40,6 +40,7 @@ __all__ = ["build_model", "load_weights"]
 Location = str | os.PathLike[str] | Storage | Checkpoint | Source
 
 _NAME = "model"
+_PARTLY_FILLED = "the model may be partly filled: load other weights before it is used"
 
 
 def load_weights(
@@ -232,8 +233,13 @@ def _fill(
                 extras = fill_tensors(state, fitted, source, cuts, progress.add)
             load_module(_NAME, module, {**state, **extras})
     except CorruptCheckpointError as error:
-        raise error.changed(advice="the model is partly filled: load other weights before it is used") from error
+        raise error.changed(advice=_PARTLY_FILLED) from error
     except HoldfastError:
         raise
     except Exception as error:
         raise HoldfastError(f"the weights could not be loaded: {type(error).__name__}: {error}") from error
+    except BaseException as error:
+        # An interrupt goes on as it is, with a note for the code that catches it.
+        logger.warning("loading %s was interrupted, and %s", source.location, _PARTLY_FILLED)
+        error.add_note(_PARTLY_FILLED)
+        raise

@@ -98,6 +98,10 @@ def _want(
             f"{leaf.name}: its elements share memory now (expand), so it cannot be filled"
         )
         return
+    if tensor.is_inference():
+        # Module.load_state_dict raises for it, after others have changed.
+        matching.fitted.mismatched.append(f"{leaf.name}: was made in torch.inference_mode(), so it cannot be filled")
+        return
     if not matching.takes(leaf, tensor, cut):
         matching.note_other_form(leaf, tensor, paths.leaf_name(tree.name, keys[0]), cut)
         return

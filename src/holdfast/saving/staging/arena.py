@@ -21,8 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Self
 
 from holdfast.errors import StorageError
-from holdfast.saving.staging.budget import own_processors
 from holdfast.saving.staging.shared_memory import PAGE_BYTES, map_shared, take_pages
+from holdfast.state.budget import own_processors
 
 __all__ = ["PAGE_BYTES", "Arena"]
 

@@ -22,6 +22,7 @@ from holdfast.saving.staging.arena import Arena
 from holdfast.saving.staging.chunks import BYTE, Chunk, Placement, copy_all, copy_now
 from holdfast.saving.staging.step_hooks import owned_places
 from holdfast.state.devices import ACCELERATORS, Accelerator, Accelerators
+from holdfast.storage.threads import Latch
 
 __all__ = ["AsyncMode", "DeviceCopier", "Staging", "best_mode", "room_for_clone"]
 
@@ -47,7 +48,7 @@ class Staging:
         self._end = end
         self._lock = threading.Lock()
         self._sending: Callable[[], list[tuple[Any, int]]] | None = None
-        self._is_sent = threading.Event()
+        self._is_sent = Latch()
         self._is_sent.set()
         self._head_start_seconds = 0.0
         self._groups: list[tuple[Any, int]] = []
@@ -58,7 +59,7 @@ class Staging:
         filled after that event; it holds what it copies from. `head_start_seconds`: how long a thread that finishes
         beside the training leaves the interpreter to it before that."""
         self._sending, self._head_start_seconds = sending, head_start_seconds
-        self._is_sent.clear()
+        self._is_sent = Latch()
 
     def send(self) -> None:
         """Enqueue the copies, if they are not; return when they are. `finish` raises what that raises."""

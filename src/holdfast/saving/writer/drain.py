@@ -14,14 +14,18 @@ from dataclasses import dataclass
 from itertools import islice
 
 from holdfast.ondisk import paths
-from holdfast.ondisk.manifest import BLOCK_BYTES, ChunkRecord, FileRecord, digest_of, tensor_file_digest
+from holdfast.ondisk.manifest import ChunkRecord, FileRecord, digest_of, tensor_file_digest
 from holdfast.saving.messages import Receipt
 from holdfast.saving.staging.arena import Arena
-from holdfast.saving.staging.budget import own_processors
 from holdfast.saving.writer.messages import Image, Place, PlainImage
+from holdfast.state.budget import own_processors
 from holdfast.storage.base import WRITE_PIECE_BYTES, Sink, Storage
 
 _PAUSE_SECONDS = 0.001
+# A fast disk gets more at once: 1.5 GB in pieces of 8 MiB take it 3 % longer than in pieces of 32. A slow one does not,
+# because its progress is noted once per piece, and none within the time limit ends a save.
+_FAST_BYTES_PER_SECOND = 512 << 20
+_LARGE_PIECE_BYTES = 4 * WRITE_PIECE_BYTES
 _MAX_DIGESTERS = 4
 
 
@@ -94,13 +98,17 @@ def drain(
 
 
 def _write_image(image: Image, arena: Arena, sink: Sink, check_source: Callable[[], None]) -> None:
-    for start in range(image.start, image.end, WRITE_PIECE_BYTES):
-        end = min(start + WRITE_PIECE_BYTES, image.end)
+    start, piece_bytes = image.start, WRITE_PIECE_BYTES
+    while start < image.end:
+        end = min(start + piece_bytes, image.end)
         while arena.staged < end:
             check_source()
             time.sleep(_PAUSE_SECONDS)
+        begin = time.monotonic()
         sink.write(arena.memory[start:end])
-        arena.written = end
+        is_fast = end - start >= _FAST_BYTES_PER_SECOND * (time.monotonic() - begin)
+        piece_bytes = _LARGE_PIECE_BYTES if is_fast else WRITE_PIECE_BYTES
+        arena.written = start = end
 
 
 def _write_plain(file: PlainImage, arena: Arena, sink: Sink) -> FileRecord:
@@ -120,7 +128,7 @@ class _Digesting:
         self._digesters = digesters
         self._patient = patient
         # One list for all chunks of an image: there may be very many of them, of one block each.
-        self._digests = [[""] * sum(_blocks_in(chunk) for chunk in image.chunks) for image in images]
+        self._digests = [[""] * sum(_blocks_in(chunk, image) for chunk in image.chunks) for image in images]
         self._blocks = _each_block(images, self._digests)
         self._taking = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="holdfast-digest", daemon=True)
@@ -201,7 +209,7 @@ class _Digesting:
         for image, of_image in zip(self._images, self._digests, strict=True):
             first = 0
             for chunk in image.chunks:
-                end = first + _blocks_in(chunk)
+                end = first + _blocks_in(chunk, image)
                 record = ChunkRecord(
                     file=image.name,
                     start=chunk.start,
@@ -228,8 +236,8 @@ class _Digesting:
         return staged
 
 
-def _blocks_in(chunk: Place) -> int:
-    return -(-chunk.size_bytes // BLOCK_BYTES)
+def _blocks_in(chunk: Place, image: Image) -> int:
+    return -(-chunk.size_bytes // image.block_bytes)
 
 
 def _each_block(
@@ -240,12 +248,12 @@ def _each_block(
     No method: an unfinished generator that holds its object is a cycle, and a writer collects no garbage.
     """
     for image, digests in zip(images, digests_of_images, strict=True):
-        index = 0
+        index, block_bytes = 0, image.block_bytes
         for chunk in image.chunks:
             first = image.start + chunk.start
             end = first + chunk.size_bytes
-            for start in range(first, end, BLOCK_BYTES):
-                yield digests, index, start, min(start + BLOCK_BYTES, end)
+            for start in range(first, end, block_bytes):
+                yield digests, index, start, min(start + block_bytes, end)
                 index += 1
 
 

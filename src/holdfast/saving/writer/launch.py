@@ -18,7 +18,7 @@ import blake3
 import msgspec
 
 import holdfast
-from holdfast.saving.staging.budget import ranks_here
+from holdfast.state.budget import ranks_here
 
 __all__ = ["start_process"]
 

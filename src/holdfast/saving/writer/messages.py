@@ -25,13 +25,15 @@ class Place(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Image(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor file as it lies in the arena from `start` on: its header, and its chunks back to back."""
+    """One tensor file as it lies in the arena from `start` on: its header, and its chunks back to back. `block_bytes`:
+    how many bytes of a chunk one digest is of."""
 
     name: str
     start: int
     size_bytes: int
     header_bytes: int
     chunks: tuple[Place, ...]
+    block_bytes: int
 
     @property
     def end(self) -> int:

@@ -19,8 +19,9 @@ __all__ = ["Folders", "link_target", "sync_folder"]
 
 _Result = TypeVar("_Result")
 
-# How often a writer starts again after another process removed the folder, which was still empty.
-_TRIES = 8
+# How often a writer starts again after another process removed the folder, which was still empty. Each time that
+# process has deleted a key there, so this ends; on a busy machine a few times in a row are not rare.
+_TRIES = 1000
 # The folder is in use, or not ours to remove: an empty folder that stays is no key.
 _FOLDER_STAYS = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.EBUSY, errno.EACCES, errno.EPERM, errno.ENOTDIR}
 

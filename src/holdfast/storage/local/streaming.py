@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Self
@@ -22,6 +23,7 @@ from holdfast.errors import StorageError
 from holdfast.storage.base import WRITE_PIECE_BYTES, Bytes
 from holdfast.storage.local.advice import explained
 from holdfast.storage.local.disk import Disk
+from holdfast.storage.threads import HelperThread, join_all
 
 __all__ = ["FileSink", "Pen"]
 
@@ -138,7 +140,8 @@ class FileSink:
     def __del__(self) -> None:
         if getattr(self, "_state", "") == "open":
             self._state = "given up"
-            self._release()
+            if not self._filler.end_in_own_thread(partial(self._disk.close, self._file)):
+                self._release()
 
 
 class Pen:
@@ -214,6 +217,9 @@ class _Gathered:
     def release(self) -> None:
         self._memory = memoryview(b"")
 
+    def end_in_own_thread(self, then: Callable[[], None]) -> bool:
+        return False
+
 
 class _Pieces:
     """A large file as pieces: the caller's thread fills them, a thread of ours writes them in their order."""
@@ -250,6 +256,9 @@ class _Pieces:
             _give_buffer(self._buffer)
             self._buffer = None
 
+    def end_in_own_thread(self, then: Callable[[], None]) -> bool:
+        return self._lane.end_in_own_thread(then)
+
     def _buffer_with_room(self) -> memoryview:
         if self._buffer is None:
             self._buffer, self._filled_bytes = self._lane.free_buffer(), 0
@@ -264,8 +273,9 @@ class _Lane:
         self._full: SimpleQueue[memoryview | None] = SimpleQueue()
         self._free: SimpleQueue[memoryview] = SimpleQueue()
         self._buffers_taken = 0
-        self._thread: threading.Thread | None = None
+        self._thread: HelperThread | None = None
         self._error: BaseException | None = None
+        self._then: Callable[[], None] = lambda: None
 
     @property
     def unused(self) -> bool:
@@ -286,7 +296,7 @@ class _Lane:
 
     def submit(self, buffer: memoryview) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="holdfast-sink", daemon=True)
+            self._thread = HelperThread(target=self._run, name="holdfast-sink", daemon=True)
             self._thread.start()
         self._full.put(buffer)
 
@@ -297,14 +307,22 @@ class _Lane:
 
     def stop(self) -> None:
         """End the thread after the buffers that it has, and give the buffers back."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
+        if self._thread is not None:
             self._full.put(None)
-            # Ctrl-C may have come before it was started: then there is nothing to wait for, and it ends at once.
-            if thread.is_alive():
-                thread.join()
+            # Whatever interrupts it: the handle is closed next, and may then be that of another file.
+            join_all([self._thread])
+            self._thread = None
         while not self._free.empty():
             _give_buffer(self._free.get())
+
+    def end_in_own_thread(self, then: Callable[[], None]) -> bool:
+        """Have the thread end and then call `then`, if this is that thread: a collection of garbage that runs in it may
+        be what finds the dropped sink. Return whether it is."""
+        if self._thread is not threading.current_thread():
+            return False
+        self._then = then
+        self._full.put(None)
+        return True
 
     def _raise_error(self) -> None:
         error, self._error = self._error, None
@@ -320,6 +338,7 @@ class _Lane:
                 except BaseException as error:
                     self._error = error
             self._free.put(buffer)
+        self._then()
 
 
 def _is_aligned(data: memoryview) -> bool:

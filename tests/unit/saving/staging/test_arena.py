@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from holdfast.errors import StorageError
+from holdfast.ondisk.manifest import BLOCK_BYTES
 from holdfast.saving.staging.arena import PAGE_BYTES, Arena
-from holdfast.saving.staging.budget import own_processors
 from holdfast.saving.staging.shared_memory import HUGE_PAGE_BYTES
 from holdfast.saving.writer.drain import drain
 from holdfast.saving.writer.messages import Image, Place
+from holdfast.state.budget import own_processors
 from holdfast.storage.base import WRITE_PIECE_BYTES
 from holdfast.storage.local.local import LocalStorage
 from tests.interrupting import interrupt_everywhere
@@ -122,7 +123,8 @@ def test_nothing_is_read_before_it_is_known_to_be_staged(
 ) -> None:
     trainer, writer = pair
     trainer.memory[:] = random.Random(1).randbytes(SIZE_BYTES)
-    image = Image("a.safetensors", 0, SIZE_BYTES, 4096, (Place("leaf", 4096, SIZE_BYTES - 4096, (0,), (1,)),))
+    place = Place("leaf", 4096, SIZE_BYTES - 4096, (0,), (1,))
+    image = Image("a.safetensors", 0, SIZE_BYTES, 4096, (place,), BLOCK_BYTES)
     reading: Any = ReadingArena(writer)
     looks = iter(range(0, SIZE_BYTES, 1 << 20))
 

@@ -19,6 +19,7 @@ from holdfast.saving.messages import Receipt
 from holdfast.saving.staging.arena import Arena
 from holdfast.saving.writer.drain import Digesters, _Digesting, drain
 from holdfast.saving.writer.messages import Image, Place, PlainImage
+from holdfast.storage.base import WRITE_PIECE_BYTES
 from holdfast.storage.local.local import LocalStorage
 
 HEADER_BYTES = 4096
@@ -40,14 +41,14 @@ def storage(tmp_path: Path) -> LocalStorage:
     return LocalStorage(tmp_path)
 
 
-def make_images() -> list[Image]:
+def make_images(block_bytes: int = BLOCK_BYTES) -> list[Image]:
     images, start = [], 0
     for number in range(2):
         places, position = [], HEADER_BYTES
         for index, size in enumerate(SIZES):
             places.append(Place(f"leaf-{number}-{index}", position, size, (0,), (size,)))
             position += size
-        images.append(Image(f"tensors-{number}.safetensors", start, position, HEADER_BYTES, tuple(places)))
+        images.append(Image(f"tensors-{number}.safetensors", start, position, HEADER_BYTES, tuple(places), block_bytes))
         start += -(-position // 4096) * 4096
     return images
 
@@ -97,7 +98,7 @@ def require_right(receipt: Receipt, images: list[Image], arena: Arena, folder: P
     digests: dict[str, list[str]] = {}
     for (_, record), (_, image, place) in zip(receipt.chunks, expected, strict=True):
         data = memory[image.start + place.start : image.start + place.start + place.size_bytes]
-        blocks = [data[start : start + BLOCK_BYTES] for start in range(0, len(data), BLOCK_BYTES)]
+        blocks = [data[start : start + image.block_bytes] for start in range(0, len(data), image.block_bytes)]
         assert record.digests == tuple(blake3(block).hexdigest() for block in blocks)
         digests.setdefault(image.name, []).extend(record.digests)
     for file, image in zip(receipt.files, images, strict=False):
@@ -106,13 +107,14 @@ def require_right(receipt: Receipt, images: list[Image], arena: Arena, folder: P
         assert (folder / image.name).read_bytes() == memory[image.start : image.end]
 
 
+@pytest.mark.parametrize("block_bytes", [BLOCK_BYTES, 64 << 10])
 @pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize("count", [1, 4])
 def test_what_is_staged_bit_by_bit_is_written_and_digested_whole(
-    count: int, eager: bool, arena: Arena, storage: LocalStorage, tmp_path: Path
+    count: int, eager: bool, block_bytes: int, arena: Arena, storage: LocalStorage, tmp_path: Path
 ) -> None:
     noting = Noting(count)
-    images = make_images()
+    images = make_images(block_bytes)
     final = bytes(arena.memory)
     arena.memory[: images[-1].end] = bytes(images[-1].end)
 
@@ -209,3 +211,55 @@ def test_a_save_that_failed_does_not_keep_the_arena(storage: LocalStorage) -> No
 def test_a_rank_digests_with_a_part_of_its_own_processors(processors: int, wanted: int) -> None:
     assert Digesters(processors=processors).count(100 << 30) == wanted
     assert Digesters(processors=processors).count(1 << 20) == 1, "a small save is digested by one thread"
+
+
+class NotingStorage(LocalStorage):
+    """A storage that notes how many bytes each write has, and takes longer for it by a pause."""
+
+    def __init__(self, root: Path, pause_seconds: float) -> None:
+        super().__init__(root)
+        self.sizes: list[int] = []
+        self._pause_seconds = pause_seconds
+
+    def create(self, key: str, size_bytes: int) -> Any:
+        sink = super().create(key, size_bytes)
+        write = sink.write
+
+        def noting_write(data: Any) -> None:
+            self.sizes.append(len(data))
+            if self._pause_seconds:
+                time.sleep(self._pause_seconds)
+                write(data)
+
+        sink.write = noting_write  # type: ignore[method-assign]
+        if not self._pause_seconds:
+            # As fast as a disk can be: nothing is written.
+            sink.close = sink.abort  # type: ignore[method-assign]
+        return sink
+
+
+def sizes_of_writes(root: Path, pause_seconds: float) -> list[int]:
+    """Return how many bytes each write of a file of five small pieces and a page has."""
+    size_bytes = 5 * WRITE_PIECE_BYTES + 4096
+    made = Arena.make(size_bytes)
+    made.begin()
+    made.staged = size_bytes
+    image = Image(
+        "tensors.safetensors", 0, size_bytes, 4096, (Place("leaf", 4096, size_bytes - 4096, (0,), (1,)),), BLOCK_BYTES
+    )
+    storage = NotingStorage(root, pause_seconds)
+    drain(FOLDER, [image], [], made, storage, eager=True, check_source=lambda: None, on_created=lambda name: None)
+    made.close()
+    assert sum(storage.sizes) == size_bytes
+    return storage.sizes
+
+
+def test_the_progress_of_a_slow_disk_is_noted_after_every_small_piece(tmp_path: Path) -> None:
+    assert max(sizes_of_writes(tmp_path, 0.06)) == WRITE_PIECE_BYTES
+
+
+def test_a_fast_disk_gets_larger_pieces_after_the_first(tmp_path: Path) -> None:
+    first, *others = sizes_of_writes(tmp_path, 0)
+    assert first == WRITE_PIECE_BYTES
+    # One of them: a busy machine may let another process run in the middle of a write.
+    assert WRITE_PIECE_BYTES < max(others) <= 4 * WRITE_PIECE_BYTES

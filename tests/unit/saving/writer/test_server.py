@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import StorageError
-from holdfast.ondisk.manifest import UserMetadata
+from holdfast.ondisk.manifest import BLOCK_BYTES, UserMetadata
 from holdfast.saving.facts import Facts, Listing
 from holdfast.saving.staging.arena import Arena
 from holdfast.saving.training_lineage import Ancestry
@@ -67,7 +67,15 @@ def talk() -> Iterator[Talk]:
 
 
 def job(*, rank: int = 0, size: int = 1, plain: tuple[PlainImage, ...] = ()) -> Job:
-    facts = Facts(step=1, folder=FOLDER, metadata=UserMetadata(), ancestry=Ancestry(), meshes=(), versions={})
+    facts = Facts(
+        step=1,
+        folder=FOLDER,
+        metadata=UserMetadata(),
+        ancestry=Ancestry(),
+        meshes=(),
+        versions={},
+        block_bytes=BLOCK_BYTES,
+    )
     return Job(1, "token", 1, "memory", FOLDER, 1, rank, size, plain, facts if rank == 0 else None, 60.0, True)
 
 

@@ -291,6 +291,23 @@ def test_sync_goes_from_the_folder_up_to_the_parent_of_the_root(tmp_path: Path) 
     assert synced == [f"{root}/a", root]
 
 
+def test_a_folder_that_others_remove_many_times_before_it_is_filled_is_filled(tmp_path: Path) -> None:
+    class Emptied(Disk):
+        """Another process deletes the only key of the folder right before each of the first fifty names is made."""
+
+        removals = 50
+
+        def link_unnamed(self, file: int, folder: int, name: str) -> None:
+            if self.removals:
+                self.removals -= 1
+                (tmp_path / "a").rmdir()
+            super().link_unnamed(file, folder, name)
+
+    storage = LocalStorage(tmp_path, disk=Emptied())
+    storage.put("a/key", b"x")
+    assert storage.read("a/key", 1) == b"x"
+
+
 def test_a_lost_answer_of_a_file_server_is_not_taken_for_another_writer(tmp_path: Path) -> None:
     class Forgetful(FailingDisk):
         def link(self, folder: int, name: str, new_folder: int, new_name: str) -> None:

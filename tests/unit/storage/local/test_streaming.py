@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import gc
 import mmap
 import os
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +116,38 @@ def test_a_block_that_raises_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(KeyError, match="in the caller"):
         work()
     assert not (tmp_path / "file").exists()
+
+
+def test_a_dropped_sink_that_its_own_thread_collects_ends_the_thread_and_then_closes_the_file(tmp_path: Path) -> None:
+    dropped, closed = threading.Event(), threading.Event()
+
+    class Collecting(Disk):
+        def write_at(self, file: int, data: memoryview, offset: int) -> int:
+            if threading.current_thread().name == "holdfast-sink":
+                dropped.wait(60)
+                # As any allocation in this thread may do.
+                gc.collect()
+                assert not closed.is_set(), "it still writes to the file"
+            return super().write_at(file, data, offset)
+
+        def close(self, file: int) -> None:
+            super().close(file)
+            closed.set()
+
+    gc.disable()
+    try:
+        sink: Any = sink_into(tmp_path / "file", 64 << 20, Collecting())
+        sink.write(bytes(2 * WRITE_PIECE_BYTES + 1))
+        # As by the traceback of an error.
+        sink.cycle = sink
+        threads = [one for one in threading.enumerate() if one.name == "holdfast-sink"]
+        del sink
+        dropped.set()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+    finally:
+        gc.enable()
+    assert threads
+    assert closed.is_set()
+    assert (tmp_path / "file").stat().st_size == 2 * WRITE_PIECE_BYTES

@@ -11,10 +11,10 @@ import pytest
 
 from holdfast.saving.coordinator import neighbours, rooms_for_staging
 from holdfast.saving.messages import StateSummary
-from holdfast.saving.staging.budget import free_for_staging
+from holdfast.state.budget import free_for_staging, processors_here
 
 GIB = 1 << 30
-_ASK = "from holdfast.saving.staging.budget import own_processors, ranks_here; print({})"
+_ASK = "from holdfast.state.budget import own_processors, ranks_here; print({})"
 # Every variable that a launcher may have set for the process that runs the tests.
 _LAUNCHERS = ("LOCAL_WORLD_SIZE", "SLURM_", "OMPI_", "MPI_", "MV2_", "PMI_", "PALS_", "JSM_")
 
@@ -65,7 +65,48 @@ def test_the_ranks_of_a_machine_are_counted_as_their_launcher_says(variables: di
     ("allowed", "ranks", "own"), [(1, "", 1), (16, "", 16), (16, "2", 8), (16, "x", 16), (16, "-3", 16), (4, "8", 1)]
 )
 def test_the_ranks_of_a_machine_share_its_processors(allowed: int, ranks: str, own: int) -> None:
-    assert ask({"LOCAL_WORLD_SIZE": ranks}, f"own_processors({allowed})") == own
+    assert ask({"LOCAL_WORLD_SIZE": ranks}, f"own_processors({allowed}, {allowed})") == own
+
+
+@pytest.mark.parametrize(
+    ("allowed", "present", "ranks", "own"),
+    [(8, 64, "8", 8), (7, 64, "8", 7), (16, 64, "8", 2), (64, 64, "8", 8), (64, 4, "2", 2)],
+)
+def test_processors_that_a_launcher_has_shared_out_are_not_shared_again(
+    allowed: int, present: int, ranks: str, own: int
+) -> None:
+    assert ask({"LOCAL_WORLD_SIZE": ranks}, f"own_processors({allowed}, {present})") == own
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "processors"),
+    [
+        ("", {}, None),
+        ("0::/box\n", {"box/cpuset.cpus.effective": "0\n"}, 1),
+        ("0::/docker/17\n", {"cpuset.cpus.effective": "1\n"}, 1),
+        ("0::/box\n", {"box/cpuset.cpus.effective": "0-4095,5000\n"}, None),
+        ("0::/box\n", {"box/cpuset.cpus.effective": "\n"}, None),
+        ("4:cpuset,cpu:/box\n", {"cpuset/box/cpuset.cpus": "1-1\n"}, 1),
+        ("4:memory:/box\n", {"cpuset/box/cpuset.cpus": "1-1\n"}, None),
+        ("0::/box\n", {"box/cpu.max": "100000 100000\n"}, 1),
+        ("0::/docker/17\n", {"cpu.max": "50000 100000\n"}, 1),
+        ("0::/box\n", {"box/cpu.max": "max 100000\n"}, None),
+        ("0::/box\n", {"box/cpu.max": "99999999 1000\n"}, None),
+        ("0::/box\n", {"box/cpu.max": "100000 0\n"}, None),
+        ("4:cpu,cpuacct:/box\n", {"cpu/box/cpu.cfs_quota_us": "70000", "cpu/box/cpu.cfs_period_us": "100000"}, 1),
+        ("4:cpu,cpuacct:/box\n", {"cpu/box/cpu.cfs_quota_us": "-1", "cpu/box/cpu.cfs_period_us": "100000"}, None),
+    ],
+)
+def test_the_processors_of_a_container_are_those_of_its_group(
+    tmp_path: Path, groups: str, files: dict[str, str], processors: int | None
+) -> None:
+    """Ranks that share them are not bound to them: each has a part of them."""
+    machine(tmp_path, GIB, groups)
+    for name, text in files.items():
+        path = tmp_path / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert processors_here(tmp_path) == (processors or os.cpu_count())
 
 
 def test_without_a_number_the_processors_are_those_that_this_process_may_use() -> None:
@@ -181,3 +222,22 @@ def test_ranks_that_hold_their_memory_already_leave_what_is_free_to_the_others()
 def test_ranks_of_another_training_on_the_machine_keep_their_share() -> None:
     ready, other = (summary("a", 16 * GIB, held_bytes=held, ranks_here=4) for held in (11 * GIB, 0))
     assert rooms_for_staging([ready, other], [10 * GIB, 10 * GIB])[1] == 8 * GIB
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_a_limit_on_the_address_space_of_each_process_counts(ranks: int) -> None:
+    lines = (
+        "import resource; from holdfast.state.budget import free_for_staging",
+        "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()",
+        "resource.setrlimit(resource.RLIMIT_AS, (used + (100 << 20),) * 2)",
+        "print(free_for_staging())",
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        env={**os.environ, "LOCAL_WORLD_SIZE": str(ranks)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    assert 80 << 20 < int(done.stdout) // ranks <= 90 << 20

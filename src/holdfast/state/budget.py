@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
-__all__ = ["free_for_staging", "machine_name", "note_ranks_here", "own_processors", "ranks_here"]
+__all__ = ["free_for_staging", "machine_name", "note_ranks_here", "own_processors", "processors_here", "ranks_here"]
 
 _SHARE = 0.9
 _ROOT = Path("/")
@@ -28,6 +29,7 @@ _LAUNCHERS = (
     "JSM_NAMESPACE_LOCAL_SIZE",
 )
 _SLURM_COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", re.ASCII)
+_PROCESSORS = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", re.ASCII)
 _MOST_RANKS = 10**12
 
 _counted = 1
@@ -35,13 +37,28 @@ _counted = 1
 
 def free_for_staging(root: Path = _ROOT) -> int:
     """Return the memory that all ranks of this machine together may take. `root`: where `proc` and `sys` are."""
-    free = min([_free_on_machine(root), *_free_in_groups(root)])
+    # Each rank has addresses of its own, and takes its share of this.
+    free = min([_free_on_machine(root), _free_addresses(root) * ranks_here(), *_free_in_groups(root)])
     return int(_SHARE * max(free, 0))
 
 
-def own_processors(allowed: int | None = None) -> int:
-    """Return how many processors there are for each rank of this machine. `allowed`: how many this process may use."""
-    return max((allowed if allowed is not None else len(os.sched_getaffinity(0))) // ranks_here(), 1)
+def own_processors(allowed: int | None = None, present: int | None = None) -> int:
+    """Return how many processors there are for each rank of this machine. `allowed`: how many this process may use.
+    `present`: how many all ranks of the machine together may use."""
+    allowed = allowed if allowed is not None else len(os.sched_getaffinity(0))
+    present = present if present is not None else processors_here()
+    if allowed * ranks_here() <= present:
+        # A launcher that binds ranks to processors, as srun and numactl do, has shared them out already.
+        return allowed
+    # A limit on the processors' time, as of a container, is less than what a process may run on.
+    return max(min(allowed, present) // ranks_here(), 1)
+
+
+@cache
+def processors_here(root: Path = _ROOT) -> int:
+    """Return how many processors this machine has, or the container or the job that this process is in. `root`: where
+    `proc` and `sys` are."""
+    return min([os.cpu_count() or 1, *_processors_in_groups(root)])
 
 
 def ranks_here() -> int:
@@ -96,6 +113,13 @@ def _free_on_machine(root: Path) -> int:
     return next((int(line[1]) * 1024 for line in lines if line[0] == "MemAvailable:"), 1 << 62)
 
 
+def _free_addresses(root: Path) -> int:
+    """Return what a limit on the address space of this process leaves."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    used = _text(root / "proc/self/statm").split()
+    return 1 << 62 if limit == resource.RLIM_INFINITY or not used else limit - int(used[0]) * resource.getpagesize()
+
+
 def _free_in_groups(root: Path) -> Iterator[int]:
     """Yield what each limit leaves that a batch system or a container sets: on this process's group and those above."""
     groups = root / "sys/fs/cgroup"
@@ -106,6 +130,44 @@ def _free_in_groups(root: Path) -> Iterator[int]:
                 yield from _free_up_to(mount, path, _LIMITS_V2)
         elif "memory" in kinds.split(","):
             yield from _free_up_to(groups / "memory", path, _LIMITS_V1)
+
+
+def _processors_in_groups(root: Path) -> Iterator[int]:
+    """Yield how many processors each group has that this process is in, or of how many it may take the time."""
+    groups = root / "sys/fs/cgroup"
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, kinds, path = line.split(":", 2)
+        # In a container the path may be the host's, and only the mount itself be there.
+        places = (path.strip("/"), ".")
+        sets: Sequence[str] = ()
+        quotas: Sequence[str] = ()
+        if not kinds:
+            sets = ("{}/cpuset.cpus.effective", "unified/{}/cpuset.cpus.effective")
+            quotas = ("{}/cpu.max", "unified/{}/cpu.max")
+        if "cpuset" in kinds.split(","):
+            sets = ("cpuset/{}/cpuset.effective_cpus", "cpuset/{}/cpuset.cpus")
+        if "cpu" in kinds.split(","):
+            quotas = ("cpu/{}/cpu.cfs_%s_us", "cpu,cpuacct/{}/cpu.cfs_%s_us")
+        yield from filter(None, (_processors_in(_text(groups / name.format(at))) for name in sets for at in places))
+        yield from filter(None, (_quota_of(groups / name.format(at)) for name in quotas for at in places))
+
+
+def _quota_of(path: Path) -> int:
+    """Return how many processors' time a limit allows, rounded up; 0 where there is none. `path`: of a file with the
+    limit and its period, or of two files, whose names differ in a part that is `%s` here."""
+    if "%s" in path.name:
+        texts = [_text(path.with_name(path.name % part)).strip() for part in ("quota", "period")]
+    else:
+        texts = _text(path).split()
+    if len(texts) != 2 or not all(text.isascii() and text.isdigit() and int(text) for text in texts):
+        return 0
+    return -(-int(texts[0]) // int(texts[1]))
+
+
+def _processors_in(text: str) -> int:
+    """Return how many processors a text such as "0-7,16" names; parts of any other form count for none."""
+    found = [_PROCESSORS.fullmatch(part) for part in text.strip().split(",")]
+    return sum(int(match[2] or match[1]) - int(match[1]) + 1 for match in found if match is not None)
 
 
 # The files of a group that state a limit and how much is used, and what of that is clean pages of files.
