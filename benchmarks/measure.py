@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import resource
 import statistics
 import time
@@ -108,7 +109,9 @@ def numbers_of(contenders: Sequence[Contender]) -> dict[str, Any]:
 def reason(error: Exception) -> str:
     """Why a contender was left out, in the few words that a table has room for."""
     lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[-1] if lines else ''}"[:160]
+    # Where it was measured is no part of it.
+    last = re.sub(r"(/[\w.-]+)+/", "", lines[-1]) if lines else ""
+    return f"{type(error).__name__}: {last}"[:160]
 
 
 def write_results(name: str, text: str, numbers: Any, folder: Path) -> None:

@@ -3,7 +3,7 @@
 Each contender runs in a process of its own. From outside, the proportional set size of that process and of all it
 started is summed while it saves three times, or loads twice into live tensors; memory that they share is counted once.
 What counts is the most that was seen, less what was there before the contender was set up. Shared memory, which is
-where a trainer hands its state to a writer, is also counted by itself.
+where a trainer hands its state to a writer, is also counted by itself, that of the whole machine: nothing else may run.
 """
 
 from __future__ import annotations
@@ -86,24 +86,30 @@ class Sampler:
 
     def start(self) -> None:
         pids = family(self.pid, self.mark)
-        self.base, self.shared_base = memory_bytes(pids), shared_memory_bytes(pids)
+        self.base, self.shared_base = memory_bytes(pids), shared_memory_bytes()
         self.thread = threading.Thread(target=self._sample, daemon=True)
         self.thread.start()
 
     def stop(self) -> int:
+        """Look once more, and return what that shows."""
         self.ended.set()
         if self.thread is not None:
             self.thread.join()
+            self._look()
+            self.thread = None
         return self.last
 
     def _sample(self) -> None:
         while not self.ended.is_set():
-            pids = family(self.pid, self.mark)
-            self.last = memory_bytes(pids) - self.base
-            self.peak = max(self.peak, self.last)
-            self.shared = max(self.shared, shared_memory_bytes(pids) - self.shared_base)
-            self.samples += 1
+            self._look()
             time.sleep(SAMPLE_SECONDS)
+
+    def _look(self) -> None:
+        pids = family(self.pid, self.mark)
+        self.last = memory_bytes(pids) - self.base
+        self.peak = max(self.peak, self.last)
+        self.shared = max(self.shared, shared_memory_bytes() - self.shared_base)
+        self.samples += 1
 
 
 # In the process of a contender

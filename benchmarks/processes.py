@@ -40,9 +40,11 @@ def memory_bytes(pids: Iterable[int]) -> int:
     return sum(_from_rollup(pid, b"Pss:") for pid in pids)
 
 
-def shared_memory_bytes(pids: Iterable[int]) -> int:
-    """What of it is shared memory, such as the buffers that a trainer shares with its writer."""
-    return sum(_from_rollup(pid, b"Pss_Shmem:") for pid in pids)
+def shared_memory_bytes() -> int:
+    """Return the shared memory of the whole machine, such as the buffers that a trainer shares with its writer. The sum
+    over processes would count a page more than once that one of them maps between two looks."""
+    lines = (line.split() for line in _read(Path("/proc/meminfo")).splitlines())
+    return next(int(line[1]) * 1024 for line in lines if line[0] == b"Shmem:")
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:

@@ -45,6 +45,8 @@ MINE, RESTARTED = "holdfast, verified, all live", "holdfast, verified, restarted
 NOT_SAVED = "holdfast, verified, all live, no save before"
 QUICK = "holdfast, quick, all live"
 SAFETENSORS = "safetensors + copy"
+DIGESTED = "raw read and digest, 2 threads"
+CHECKED = "raw O_DIRECT read, digest and copy, 4 + 2 threads"
 
 
 @dataclass(frozen=True)
@@ -185,14 +187,21 @@ def raw_warm(
     return [
         Contender("raw read, 2 threads", lambda number: raw.read_cached(read, target, 2), prepare, "limit"),
         Contender("raw copy of a mapping, 2 threads", copy, prepare_safetensors, "limit"),
+        Contender(DIGESTED, lambda number: raw.read_and_digest(read, target, 2), prepare, "limit"),
     ]
 
 
 def raw_cold(files: Files, prepare: Callable[[int], object]) -> list[Contender]:
+    """Read files into buffers that are used again and whose content is not used, or to where the bytes stay."""
     read, buffers = raw.files_of(files.run), [raw.huge_pages(raw.PIECE_BYTES) for _ in range(4)]
+    target = raw.huge_pages(len(raw.pieces(read)) * raw.PIECE_BYTES)
+    stays = "raw O_DIRECT read to memory as large as the state"
+    slots = [raw.huge_pages(4 << 20) for _ in range(16)]
     return [
         Contender("raw O_DIRECT read", lambda number: raw.read_direct(read, buffers[:1]), prepare, "limit"),
         Contender("raw O_DIRECT read, 4 threads", lambda number: raw.read_direct(read, buffers), prepare, "limit"),
+        Contender(stays, lambda number: raw.read_direct_to(read, target), prepare, "limit"),
+        Contender(CHECKED, lambda number: raw.read_direct_checked(read, slots, target), prepare, "limit"),
     ]
 
 
