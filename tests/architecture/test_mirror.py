@@ -117,6 +117,7 @@ ELSEWHERE = {
     "testing/power_model": "tests/unit/testing/test_power.py",
     "testing/processes": "tests/distributed/test_run_ranks.py",
     "testing/simulation": "tests/unit/ranks/test_store.py",
+    "testing/tied": "tests/distributed/test_run_ranks.py",
 }
 
 

@@ -45,8 +45,6 @@ def read(shard: str, position: int) -> Iterator[str]:
 
 def loader_of(kind: str, rank: int, size: int, workers: int, **options: Any) -> Any:
     given = {"shuffle": True, "seed": 7, "num_workers": workers, "collate_fn": list, "rank": rank, "size": size}
-    # Ranks of tests come from a server; workers that did, too, would each import torch anew.
-    given |= {"multiprocessing_context": "fork"} if workers else {}
     if kind == "samples":
         return ElasticLoader(list(range(LENGTH)), 3, **given | options)
     return ElasticShards(SHARDS, read, 3, **given | options)

@@ -8,7 +8,6 @@ come out of the workers through shared memory, which takes most of the time.
 
 from __future__ import annotations
 
-import gc
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -86,7 +85,7 @@ class Training:
         if cell.order == "own generator":
             options["generator"] = self.generator
         if cell.workers != "no workers":
-            options |= {"num_workers": 2, "multiprocessing_context": "fork"}
+            options["num_workers"] = 2
             options["persistent_workers"] = cell.workers == "persistent workers"
         if cell.order == "generator of the sampler":
             sampler: Any = torch.utils.data.RandomSampler(data, generator=self.generator)
@@ -140,8 +139,6 @@ def run_cells(rank: int, size: int, loader: str, form: str, folder: str) -> dict
     """Return what differed, for each cell that did not resume exactly."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    # Workers are forked hundreds of times: without this each of them copies the memory that the collector looks at.
-    gc.freeze()
     differing = {}
     for order in ORDERS if size == 1 else ORDERS[:4]:
         for workers in WORKERS:

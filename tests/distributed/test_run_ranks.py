@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from blake3 import blake3
 
 from holdfast.errors import UsageError
 from holdfast.testing import Outcome, run_ranks, values
@@ -51,25 +50,22 @@ def outlive_rank_zero(rank: int) -> str:
     return str(store.get("last words").decode())
 
 
-def fork_beside_a_busy_thread(rank: int) -> list[str]:
-    events = []
-    has_begun = threading.Event()
+def start_method(rank: int) -> tuple[str, str]:
+    import torch
 
-    def work() -> None:
-        has_begun.set()
-        blake3(bytes(64 << 20))  # without the GIL
-        events.append("worked")
+    return multiprocessing.get_start_method(), torch.multiprocessing.get_start_method()
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    has_begun.wait()
-    process = os.fork()
-    if not process:
-        os._exit(0)
-    events.append("forked")
-    os.waitpid(process, 0)
-    thread.join()
-    return events
+
+def be_killed_with_a_server(rank: int, notes: str) -> None:
+    with multiprocessing.Pool(1) as pool:
+        Path(notes).write_text(str(pool.apply(os.getppid)))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang_beside_a_child(rank: int, notes: str) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
+    Path(notes).write_text(str(child.pid))
+    signal.pause()
 
 
 def leave(rank: int) -> None:
@@ -193,8 +189,33 @@ def test_ranks_of_a_server_do_not_draw_the_same_random_numbers() -> None:
     assert len({number for numbers in drawn for number in numbers}) == 6
 
 
-def test_a_rank_forks_while_its_other_threads_sleep() -> None:
-    assert values(run_ranks(1, fork_beside_a_busy_thread)) == [["worked", "forked"]]
+@pytest.mark.parametrize("start", ["spawn", "forkserver"])
+def test_a_rank_forks_none_of_the_processes_that_it_starts(start: Any) -> None:
+    assert values(run_ranks(1, start_method, start=start)) == [("forkserver", "forkserver")]
+
+
+def test_a_rank_that_is_killed_at_the_time_limit_takes_its_children_with_it(tmp_path: Path) -> None:
+    (outcome,) = run_ranks(1, hang_beside_a_child, str(tmp_path / "child"), backend=None, timeout_seconds=4.0)
+    assert outcome.timed_out
+    assert has_ended(tmp_path / "child")
+
+
+def test_the_server_that_a_rank_starts_its_processes_from_ends_with_it(tmp_path: Path) -> None:
+    (outcome,) = run_ranks(1, be_killed_with_a_server, str(tmp_path / "server"), backend=None)
+    assert outcome.exit_code == -signal.SIGKILL
+    assert has_ended(tmp_path / "server")
+
+
+def has_ended(note: Path) -> bool:
+    """Return whether the process that a note names ends within a while."""
+    stat = Path(f"/proc/{note.read_text()}/stat")
+    end = time.monotonic() + 20.0
+    # It may stay listed, as a zombie, where nothing collects the children of others.
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def test_a_start_method_that_copies_held_locks_is_refused() -> None:

@@ -71,7 +71,6 @@ def train(
         batch_size=4,
         shuffle=True,
         num_workers=workers,
-        multiprocessing_context="fork" if workers else None,
     )
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     counter = Counter()

@@ -12,9 +12,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -24,18 +24,17 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from holdfast.errors import UsageError
 
-__all__ = ["Outcome", "run_ranks", "values"]
+__all__ = ["Outcome", "descendants", "run_ranks", "values"]
 
 _HOST = "127.0.0.1"
 _SAFE_PATH = "PYTHONSAFEPATH"
 # How long a process may take to end after it was killed; only a broken machine needs more.
 _REAP_SECONDS = 10.0
-_QUIET_SECONDS = 0.001
-_LONGEST_WAIT_SECONDS = 2.0
 StartMethod: TypeAlias = Literal["spawn", "forkserver"]
 # What nearly every rank imports, sooner or later; the last one is imported by the first step of any optimizer. Nothing
 # of Holdfast: a process that is forked must not share with others what it knows of itself.
@@ -91,6 +90,9 @@ def run_ranks(
     torch once. They differ from new interpreters in this: they have one seed for the hashes of text, so sets have the
     same order on all ranks; and what libraries read from the environment when they are loaded (`LD_PRELOAD`) is what it
     was when the server was started, at the first such call.
+
+    In the rank, `multiprocessing` and the workers of a `DataLoader` start their processes by "forkserver", too, unless
+    told otherwise. A rank that is killed at the time limit takes the processes that it has started with it.
     """
     if start not in ("spawn", "forkserver"):
         raise UsageError(f"start={start!r}", advice="choose 'spawn' or 'forkserver'; 'fork' would copy held locks")
@@ -109,6 +111,21 @@ def run_ranks(
 def values(outcomes: Sequence[Outcome]) -> list[Any]:
     """Return the value of each rank, or raise the error of the first rank without one."""
     return [outcome.unwrap() for outcome in outcomes]
+
+
+def descendants(process: int) -> list[int]:
+    """Return the ids of all processes that a process has started, and that these have, as far as they still run."""
+    children: dict[int, list[int]] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):  # it may end meanwhile
+            # Not /proc/PID/task/TID/children: a child of a thread that ends at this moment may be in none of them.
+            state, parent = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[:2]
+            if state not in "ZX":
+                children.setdefault(int(parent), []).append(int(name))
+    found = [process]
+    for one in found:
+        found += children.get(one, [])
+    return found[1:]
 
 
 class _Rank:
@@ -140,7 +157,9 @@ class _Rank:
         """Kill what still runs, by its own process id, and free what is held."""
         if self.process.sentinel in self.pending:
             self._timed_out = True
-            self.process.kill()
+            for process in [self.process.pid or 0, *descendants(self.process.pid or 0)]:
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
         self.process.join(_REAP_SECONDS)
         self.answers.close()
 
@@ -275,6 +294,11 @@ class _Surroundings:
 def _be_rank(rank: int, surroundings: _Surroundings, backend: str | None, call: bytes, answering: Connection) -> None:
     """Run one rank. The function is unpickled here, after the environment is set: its module may look at it."""
     surroundings.take()
+    # A child that Python 3.11 forks while another thread holds the lock of the list of threads waits for ever, and the
+    # threads of gloo take that lock after a collective. The server of this method has one thread. It ends with its
+    # rank, however that ends: a worker of a loader notices that its parent is gone.
+    multiprocessing.set_start_method("forkserver", force=True)
+    multiprocessing.set_forkserver_preload(["torch", "holdfast.testing.tied"])
     try:
         answer = pickle.dumps((_call(rank, backend, call), None, ""))
     except BaseException as error:
@@ -297,34 +321,8 @@ def _call(rank: int, backend: str | None, call: bytes) -> Any:
 
     torch.set_num_threads(1)
     dist.init_process_group(backend)
-    os.register_at_fork(before=_wait_for_other_threads)
     function, args = pickle.loads(call)
     return function(rank, *args)
-
-
-def _wait_for_other_threads() -> None:
-    """Return when no other thread of this process has run for a moment, or after two seconds.
-
-    A child that Python 3.11 forks while a thread of a library creates its Python state waits for ever for a lock that
-    nothing in it releases. The threads of gloo do that right after a collective, to free what it has used: without
-    this a loader whose workers are forked hangs in about one of 4,000 forks.
-    """
-    end = time.monotonic() + _LONGEST_WAIT_SECONDS
-    before, now = None, _activity()
-    while (now != before or "R" in now.values()) and time.monotonic() < end:
-        time.sleep(_QUIET_SECONDS)
-        before, now = now, _activity()
-
-
-def _activity() -> dict[str, str]:
-    """Return the state of each other thread, and how often it has been scheduled if it does not run."""
-    found = {}
-    for thread in set(os.listdir("/proc/self/task")) - {str(threading.get_native_id())}:
-        with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/self/task/{thread}/status") as file:
-            fields = dict(line.split(":\t", 1) for line in file if ":\t" in line)
-            is_running = fields["State"].startswith("R")
-            found[thread] = "R" if is_running else fields["voluntary_ctxt_switches"]
-    return found
 
 
 def _failure(error: BaseException) -> bytes:
