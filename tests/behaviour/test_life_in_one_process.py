@@ -1572,3 +1572,18 @@ def test_a_save_whose_files_were_removed_by_hand_fails_and_costs_no_checkpoint(
         manager.save(3).wait()
     assert [found.step for found in holdfast.checkpoints(tmp_path)] == [3]
     assert holdfast.verify(tmp_path).ok
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_no_thread_of_a_manager_is_left_when_close_returns(
+    mode: Any, tmp_path: Path, new_threads: Callable[[], list[str]]
+) -> None:
+    for _ in range(5):
+        manager = holdfast.CheckpointManager(
+            tmp_path, {"model": torch.nn.Linear(3, 3)}, mode=mode, keep=holdfast.KeepLast(1)
+        )
+        manager.restore()
+        manager.save(1)
+        manager.save(2)
+        manager.close()
+        assert new_threads() == []

@@ -130,7 +130,7 @@ class Housekeeper:
 
     def close(self) -> None:
         self.wait()
-        self._worker.stop()
+        self._worker.close()
 
     def plan(self) -> list[Decision]:
         """Return what a cleanup would keep and remove, and why. Changes nothing."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
@@ -23,6 +22,7 @@ from holdfast.runs.claims import (
 )
 from holdfast.runs.clock import timestamp
 from holdfast.storage.base import Storage
+from holdfast.storage.threads import HelperThread
 
 logger = logging.getLogger("holdfast")
 
@@ -53,6 +53,7 @@ class Heartbeat:
         self._token = token
         # No threading.Event: an interrupt in its `set` can leave its lock locked for ever, and with it the thread.
         self._stop: SimpleQueue[None] = SimpleQueue()
+        self._thread: HelperThread | None = None
         self._warned = False
 
     @classmethod
@@ -68,10 +69,20 @@ class Heartbeat:
         return cls(storage, paths.LEASE, name_of(number), timeout_seconds / BEATS_PER_TIMEOUT, only_if, token)
 
     def start(self) -> None:
-        threading.Thread(target=self._run, name="holdfast-lease", daemon=True).start()
+        thread = HelperThread(target=self._run, name="holdfast-lease", daemon=True)
+        # First: an interrupt in between must not leave a thread that nothing waits for.
+        self._thread = thread
+        thread.start()
 
     def stop(self) -> None:
+        """Have the thread end soon. Does not wait for it."""
         self._stop.put(None)
+
+    def end(self) -> None:
+        """Return when the thread has ended, and no beat comes any more."""
+        self.stop()
+        if self._thread is not None:
+            self._thread.wait()
 
     def beat(self) -> bool:
         """Add one beat; False when there is nothing to keep alive any more."""

@@ -159,7 +159,7 @@ class Lease:
             _forget_older(storage, highest, entries)
         except BaseException:
             # Otherwise the run would be held, and never released, as long as this process lives.
-            heartbeat.stop()
+            heartbeat.end()
             _release(storage, number)
             raise
         return cls(storage, number, claim.token, floor, heartbeat)
@@ -189,13 +189,13 @@ class Lease:
 
     def abandon(self) -> None:
         """Stop the heartbeat and release nothing: the claim is lost."""
-        self._heartbeat.stop()
+        self._heartbeat.end()
         self._held = False
 
     def release(self) -> None:
         """Release the run for the next writer. Idempotent; a forked child releases nothing, and neither does a process
         whose claim is gone: what has that number now may be the claim of another process."""
-        self._heartbeat.stop()
+        self._heartbeat.end()
         if not self._held or self._owner != os.getpid():
             return
         self._held = False

@@ -87,7 +87,7 @@ def _start(heartbeat: Heartbeat, folder: str) -> None:
 
 def _end_reading(storage: Storage, name: str, heartbeat: Heartbeat) -> None:
     """Remove the claim, if there is one. Can be repeated after an interrupt."""
-    heartbeat.stop()
+    heartbeat.end()
     # First: a claim that cannot be removed here and now is one that the next cleanup of this process removes.
     _in_use.discard(name)
     _forget_reader(storage, name)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from holdfast.errors import UsageError
-from holdfast.storage.threads import Latch
+from holdfast.storage.threads import HelperThread, Latch
 
 logger = logging.getLogger("holdfast")
 
@@ -21,12 +21,12 @@ class WorkerThread:
 
     def __init__(self) -> None:
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread: HelperThread | None = None
 
     def start(self) -> None:
         """Start the thread, if it does not run. A RuntimeError where the system has no more threads."""
         if self._thread is None:
-            thread = threading.Thread(target=self._run, name="holdfast-save", daemon=True)
+            thread = HelperThread(target=self._run, name="holdfast-save", daemon=True)
             # Only one that runs is kept: where the system has no more threads, the next work tries again.
             thread.start()
             self._thread = thread
@@ -60,10 +60,17 @@ class WorkerThread:
                 pass
 
     def stop(self) -> None:
-        """End the thread after everything that was submitted."""
+        """Have the thread end after everything that was submitted. Does not wait for it."""
         if self._thread is not None:
             self._work.put(None)
             self._thread = None
+
+    def close(self) -> None:
+        """End the thread after everything that was submitted. Return when it has ended."""
+        thread = self._thread
+        self.stop()
+        if thread is not None and thread is not threading.current_thread():
+            thread.wait()
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:

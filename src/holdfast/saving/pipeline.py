@@ -362,7 +362,7 @@ class Saver:
             *memory,
             self._ring.close,
             self._coordinator.release_run,
-            self._async.worker.stop,
+            self._async.worker.close,
             self._async.disconnect,
         ]:
             try:
