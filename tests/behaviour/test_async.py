@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import re
@@ -27,6 +26,8 @@ from holdfast.errors import ClosedError, SaveFailedError, StorageError, UsageErr
 from holdfast.saving.writer.client import start_writer
 from holdfast.saving.writer.messages import Committed
 from holdfast.testing import MemoryStorage, SlowStorage
+from tests import leftovers
+from tests.leftovers import arenas
 
 pytestmark = pytest.mark.slow
 
@@ -71,33 +72,25 @@ def writer_of(manager: holdfast.CheckpointManager) -> int:
 
 
 def belongings() -> tuple[int, int, int]:
-    """What this process holds: open handles, mappings of arenas, living writer processes."""
+    """What this process holds: open handles, and of this test the mapped arenas and the living writer processes."""
     gc.collect()
-    handles = len(os.listdir("/proc/self/fd"))
-    arenas = sum("holdfast-arena" in line for line in Path("/proc/self/maps").read_text().splitlines())
-    return handles, arenas, len(writers())
+    return len(os.listdir("/proc/self/fd")), len(arenas() - _of_others), len(writers())
 
 
 def writers() -> list[int]:
-    # Of every thread: a preparation starts the writer in its own, which may end meanwhile.
-    children: list[str] = []
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):
-            children += (task / "children").read_text().split()
-    return [int(child) for child in children if b"holdfast.saving.writer" in command_of(int(child))]
+    """The writer processes of this test."""
+    return [int(writer.split()[1]) for writer in leftovers.writers() - _of_others]
 
 
-def command_of(process: int) -> bytes:
-    try:
-        return Path(f"/proc/{process}/cmdline").read_bytes()
-    except OSError:
-        return b""
+_of_others: set[str] = set()
 
 
 @pytest.fixture(autouse=True)
-def nothing_of_other_tests() -> None:
-    """Managers that other tests dropped without closing them go when they are collected, and their writers then."""
-    wait_for(lambda: belongings()[1:] == (0, 0))
+def of_others() -> None:
+    """Note what there is before the test, so that it looks at what it made."""
+    gc.collect()
+    _of_others.clear()
+    _of_others.update(arenas(), leftovers.writers())
 
 
 @pytest.mark.guarantee("G2")

@@ -24,7 +24,10 @@ import holdfast
 from holdfast.saving.async_saver import AsyncSaver
 from holdfast.saving.staging.arena import Arena
 from holdfast.testing import MemoryStorage
-from tests.behaviour.test_async import belongings, in_a_child, writers
+from tests.behaviour.test_async import belongings, in_a_child, of_others, writers
+from tests.leftovers import threads
+
+__all__ = ["of_others"]
 
 pytestmark = pytest.mark.slow
 
@@ -55,13 +58,16 @@ def is_ready(manager: holdfast.CheckpointManager, size_bytes: int = 1) -> bool:
 
 
 def preparing() -> bool:
-    return any(thread.name == "holdfast-prepare" for thread in threading.enumerate())
+    return any(thread.startswith("thread holdfast-prepare") for thread in threads() - _of_others)
+
+
+_of_others: set[str] = set()
 
 
 @pytest.fixture(autouse=True)
-def nothing_of_other_tests() -> None:
-    gc.collect()
-    wait_for(lambda: belongings()[1:] == (0, 0) and not preparing())
+def threads_of_others(of_others: None) -> None:
+    _of_others.clear()
+    _of_others.update(threads())
 
 
 def trained() -> tuple[nn.Module, torch.optim.Optimizer]:

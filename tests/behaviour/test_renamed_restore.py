@@ -13,6 +13,7 @@ import torch
 
 import holdfast
 from holdfast import CorruptCheckpointError, LoadStrategy, StateMismatchError, UsageError
+from tests.sizes import some
 
 
 class Net(torch.nn.Module):
@@ -348,8 +349,10 @@ def test_what_an_error_prints_to_paste_lets_the_restore_through(
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-@pytest.mark.parametrize(("before", "now"), list(itertools.permutations(FLOATS, 2)))
-@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize(
+    ("before", "now", "steps"),
+    some(((*two, steps) for two in itertools.permutations(FLOATS, 2) for steps in (0, 1)), 8),
+)
 def test_every_floating_type_is_converted_to_every_other_with_its_moments(
     tmp_path: Path, before: torch.dtype, now: torch.dtype, steps: int
 ) -> None:

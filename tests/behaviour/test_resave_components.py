@@ -25,6 +25,7 @@ from holdfast.storage.local.local import LocalStorage
 from holdfast.testing import CrashingStorage, MemoryStorage, SimulatedCrash
 from tests.unit.cli.scene import call
 
+pytestmark = pytest.mark.deep
 EVALUATION = ("evaluation",)
 
 

@@ -57,7 +57,8 @@ def why_not(kind: FileSystem) -> str:
     if os.geteuid() != 0:
         return "mounting needs root"
     if shutil.which(kind.make[0], path=_SYSTEM_PATH) is None:
-        return f"{kind.make[0]} is not installed"
+        package = {"mkfs.ext4": "e2fsprogs", "mkfs.xfs": "xfsprogs", "mkfs.btrfs": "btrfs-progs"}[kind.make[0]]
+        return f"{kind.make[0]} is not installed: apt-get install {package}"
     for device in ("/dev/fuse", "/dev/loop-control"):
         if not os.path.exists(device):
             return f"there is no {device}"

@@ -14,7 +14,8 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
+from weakref import WeakSet
 
 import torch
 from blake3 import blake3
@@ -170,13 +171,20 @@ class Behind:
     def stop(self) -> None:
         pass
 
+    close = stop
+
 
 class Manager(CheckpointManager):
     """A manager without a thread: else no sequence would happen twice in the same way."""
 
+    # Those that a test leaves behind: what a failure holds is not collected at its end.
+    made: ClassVar[WeakSet[Manager]] = WeakSet()
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        # Its thread starts with the first work that it is given, and there was none yet.
+        self.made.add(self)
+        # One that holds the run from the start has begun to clear it.
+        self._run.housekeeper._worker.close()
         self._run.housekeeper._worker = Behind()  # type: ignore[assignment]
 
     @property
@@ -197,6 +205,7 @@ class Manager(CheckpointManager):
         lease, coordinator._lease = coordinator._lease, None
         if lease is not None:
             lease._heartbeat.stop()
+        self._run.saver._async.worker.stop()
 
 
 @dataclass(eq=False)

@@ -22,6 +22,7 @@ from holdfast.testing import MemoryStorage, PowerLossStorage
 from holdfast.testing.storages import _Wrapper
 from tests.crash.runs import MemoryStore, Witness, components, violations
 from tests.crash.test_crash_points import scratch
+from tests.sizes import pairs
 
 __all__ = ["scratch"]
 
@@ -109,7 +110,7 @@ def save_once(storage: Storage, n: int, mode: Any) -> list[HoldfastError | str]:
             ended[rank] = saver.save(1, lambda: SaveRequest(1, components(1, rank))).result().folder
         except HoldfastError as error:
             ended[rank] = error
-        saver.end()
+        saver.close()
 
     threads = [threading.Thread(target=live, args=(rank,), daemon=True) for rank in range(n)]
     for thread in threads:
@@ -122,10 +123,9 @@ def save_once(storage: Storage, n: int, mode: Any) -> list[HoldfastError | str]:
 
 @pytest.mark.guarantee("G5")
 @pytest.mark.guarantee("G6")
-@pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
-@pytest.mark.parametrize("kind", ERRORS)
-@pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize(
+    ("mode", "n", "kind", "lasting"), pairs(["sync", "async"], [1, 2], ERRORS, [False, True]), ids=str
+)
 def test_a_save_is_never_reported_as_failed_while_it_is_the_latest(mode: str, n: int, kind: str, lasting: bool) -> None:
     point, failed_at_all, seen = -1, True, set()
     while failed_at_all:
@@ -209,7 +209,7 @@ def test_a_leader_that_is_cut_off_from_its_writer_has_nothing_removed_that_may_b
             ended[rank] = saver.save(1, lambda: SaveRequest(1, components(1, rank))).result().folder
         except HoldfastError as error:
             ended[rank] = error
-        saver.end()
+        saver.close()
 
     storage.cut = cut
     threads = [threading.Thread(target=live, args=(rank,), daemon=True) for rank in range(2)]

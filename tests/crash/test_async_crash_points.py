@@ -16,6 +16,7 @@ from holdfast.storage.local.local import LocalStorage
 from holdfast.testing import CrashingStorage, MemoryStorage, PowerLossStorage
 from tests.crash.runs import STEPS, run_behind, violations, violations_after_power_loss
 from tests.crash.test_crash_points import ManifestFirst, forget_all, forget_nth, scratch
+from tests.sizes import if_deep, pairs, some
 
 __all__ = ["scratch"]
 
@@ -58,9 +59,7 @@ def test_a_power_cut_at_any_call_behind_the_training_loses_nothing_that_was_comm
 
 @pytest.mark.guarantee("G1")
 @pytest.mark.guarantee("G6")
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("kind", ["object store", "folder"])
+@pytest.mark.parametrize(("kind", "n", "after"), pairs(["object store", "folder"], [1, 2], [False, True]))
 def test_a_machine_that_dies_at_any_operation_behind_the_training_loses_nothing_that_was_committed(
     kind: str, n: int, after: bool, scratch: Path
 ) -> None:
@@ -119,8 +118,10 @@ class Stumbling(CrashingStorage):
 @pytest.mark.guarantee("G1")
 @pytest.mark.guarantee("G5")
 @pytest.mark.guarantee("G6")
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize(("n", "victim"), [(1, 0), (2, 0), (2, 1)])
+@pytest.mark.parametrize(
+    ("n", "victim", "after"),
+    [(1, 0, False), (2, 0, True), (2, 1, False), *if_deep((1, 0, True), (2, 0, False), (2, 1, True))],
+)
 def test_an_operation_that_fails_once_costs_at_most_that_save_and_leaves_nothing_half_committed(
     n: int, victim: int, after: bool
 ) -> None:
@@ -157,7 +158,7 @@ NEEDED = {
 
 
 @pytest.mark.guarantee("G1")
-@pytest.mark.parametrize("sync", NEEDED)
+@pytest.mark.parametrize("sync", some(NEEDED, 2))
 def test_without_any_one_sync_the_power_cuts_behind_the_training_are_noticed(sync: str, scratch: Path) -> None:
     assert any(wrong for _, wrong in power_cuts(1, scratch, NEEDED[sync]))
 

@@ -25,6 +25,7 @@ from holdfast.storage.local.local import LocalStorage
 from holdfast.testing import CrashingStorage, MemoryStorage, PowerLossStorage
 from holdfast.testing.simulation import simulate_ranks
 from tests.crash.runs import STEPS, Part, Witness, run, violations, violations_after_power_loss
+from tests.sizes import pairs, some
 
 SEEDS = range(8)
 RANKS = (1, 2, 3)
@@ -72,9 +73,7 @@ def test_a_power_cut_at_any_call_loses_nothing_that_was_committed(n: int, scratc
 
 @pytest.mark.guarantee("G1")
 @pytest.mark.guarantee("G6")
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("n", RANKS)
-@pytest.mark.parametrize("kind", ["object store", "folder"])
+@pytest.mark.parametrize(("kind", "n", "after"), pairs(["object store", "folder"], RANKS, [False, True]))
 def test_a_crash_at_any_operation_loses_nothing_that_was_committed(
     kind: str, n: int, after: bool, scratch: Path
 ) -> None:
@@ -125,7 +124,7 @@ NEEDED = {
 
 
 @pytest.mark.guarantee("G1")
-@pytest.mark.parametrize("sync", NEEDED)
+@pytest.mark.parametrize("sync", some(NEEDED, 3))
 def test_without_any_one_sync_the_power_cuts_are_noticed(sync: str, scratch: Path) -> None:
     """The enumeration above can fail: each sync of the protocol that is forgotten breaks it."""
     assert any(wrong for _, wrong in power_cuts(1, scratch, NEEDED[sync]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -48,13 +49,15 @@ from tests.crash.life import (
     _action,
 )
 from tests.crash.room import Door, Fault, Room
+from tests.sizes import DEEP
 
 SHARDS = 4
 STEPS = 16
 # For a machine that is broken on purpose: how many sequences it may take until that is noticed.
 PATIENCE = 600
-# More than it takes to notice any protection that is taken out, so that one that goes by mistake is noticed, too.
-SEQUENCES = int(os.environ.get("HOLDFAST_LIFE_SEQUENCES", str(PATIENCE + 200)))
+# In a deep run, more than it takes to notice any protection that is taken out, so that one that goes by mistake is
+# noticed, too.
+SEQUENCES = int(os.environ.get("HOLDFAST_LIFE_SEQUENCES", PATIENCE + 200 if DEEP else 200))
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +68,8 @@ def quiet() -> Iterator[None]:
     logger.setLevel(logging.CRITICAL + 1)
     yield
     logger.setLevel(before)
+    for left in list(Manager.made):
+        left.die()
 
 
 def play(sequences: int, number: int, *, shrink: bool = True) -> None:
@@ -289,6 +294,7 @@ def noticed(*guarantees: str) -> None:
     with pytest.raises(Violation) as caught:
         play(PATIENCE, 7, shrink=False)
     assert any(guarantee in str(caught.value) for guarantee in guarantees), caught.value
+    let_go(caught.value)
 
 
 def noticed_in(scenes: Iterable[Sequence[Action]], *guarantees: str) -> None:
@@ -296,14 +302,24 @@ def noticed_in(scenes: Iterable[Sequence[Action]], *guarantees: str) -> None:
     with pytest.raises(Violation) as caught:
         act_out(scenes)
     assert any(guarantee in str(caught.value) for guarantee in guarantees), caught.value
+    let_go(caught.value)
+
+
+def let_go(error: BaseException | None) -> None:
+    """Drop what the frames of an error hold: the game keeps the error, and threads end with their managers."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 def act_out(scenes: Iterable[Sequence[Action]]) -> None:
     for scene in scenes:
         machine = Life()
-        for action in scene:
-            machine.act(action=action)
-        machine.teardown()
+        try:
+            for action in scene:
+                machine.act(action=action)
+        finally:
+            machine.teardown()
 
 
 def start(*keep: Keep, restores: bool = False) -> Start:

@@ -27,6 +27,7 @@ from holdfast.testing import PowerLossStorage
 from holdfast.testing.simulation import simulate_ranks
 from tests.crash.runs import Part, Place
 
+pytestmark = pytest.mark.deep
 SEEDS = range(8)
 STEP = 1
 PARTS = (2, 3)

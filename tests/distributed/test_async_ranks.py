@@ -40,11 +40,12 @@ from tests.distributed.scenes import Holder, Play, bits, caught, hash_tree, meet
 from tests.distributed.test_failures import FailingStorage, sharded_model
 from tests.distributed.training import build
 from tests.ranks import run_ranks
+from tests.sizes import if_deep
 
 # Far more than anything here takes on a busy machine: what is known at once must not need it.
 TIMEOUT_SECONDS = 200.0
 # Where a rank is dead and the others must notice; long enough for a slow machine to bring the living ones there.
-DEATH_TIMEOUT_SECONDS = 10.0
+DEATH_TIMEOUT_SECONDS = 4.0
 # Followers wait this much longer than the leader, so that its word can reach them.
 GRACE_SECONDS = 5.0
 STEPS = 20
@@ -654,7 +655,7 @@ def die_before_all_is_staged(rank: int, run: Path, notes: Path, moment: str) -> 
 
 @pytest.mark.guarantee("G1")
 @pytest.mark.guarantee("G5")
-@pytest.mark.parametrize("moment", ["capture", "started"])
+@pytest.mark.parametrize("moment", ["started", *if_deep("capture")])
 def test_trainers_that_are_killed_before_all_is_staged_commit_nothing_and_nothing_hangs(
     moment: str, tmp_path: Path
 ) -> None:
@@ -698,7 +699,7 @@ def die_after_staging_while_the_other_lives(rank: int, run: Path, notes: Path, v
 
 @pytest.mark.guarantee("G1")
 @pytest.mark.guarantee("G5")
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, *if_deep(1)])
 def test_a_trainer_that_is_killed_after_staging_loses_nothing_though_the_other_lives(
     victim: int, tmp_path: Path
 ) -> None:
@@ -773,10 +774,8 @@ def leader_that_ends_after_its_commit(rank: int, run: Path, notes: Path, mode: s
 @pytest.mark.parametrize(
     ("mode", "end", "hosted"),
     [
-        ("sync", signal.SIGKILL, True),
         ("async", signal.SIGKILL, True),
-        ("sync", signal.SIGSTOP, False),
-        ("async", signal.SIGKILL, False),
+        *if_deep(("sync", signal.SIGKILL, True), ("sync", signal.SIGSTOP, False), ("async", signal.SIGKILL, False)),
     ],
     ids=lambda value: {True: "the store ends with it", False: "the store stays"}.get(value, str(value)),
 )

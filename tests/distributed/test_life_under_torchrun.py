@@ -30,6 +30,7 @@ from tests.distributed.scenes import Holder, Play, bits, caught, meet, run_scene
 from tests.distributed.test_async_ranks import die, is_gone, steps_of
 from tests.distributed.test_failures import FailingStorage, sharded_model
 from tests.ranks import run_ranks
+from tests.sizes import some
 
 ROOT = Path(__file__).parents[2]
 # Far more than anything here takes on a busy machine.
@@ -113,7 +114,7 @@ STRUCK = ["the leader", "the other one", "all ranks", "the launcher", "the other
 
 
 @pytest.mark.guarantee("G5")
-@pytest.mark.parametrize("struck", STRUCK)
+@pytest.mark.parametrize("struck", some(STRUCK, 2))
 def test_a_signal_saves_one_step_on_all_ranks_and_ends_the_training(struck: str, tmp_path: Path) -> None:
     """And again and again, as long as the save takes: nothing else happens by that."""
     life = Life(str(tmp_path / "run"), str(tmp_path / "notes"), together="own pace" not in struck)
@@ -410,7 +411,7 @@ MOMENTS = [("async", "committed"), ("sync", "committed"), ("sync", "un-committed
 
 @pytest.mark.guarantee("G1")
 @pytest.mark.guarantee("G4")
-@pytest.mark.parametrize(("mode", "moment"), MOMENTS)
+@pytest.mark.parametrize(("mode", "moment"), some(MOMENTS, 2))
 def test_trainers_that_are_killed_between_commit_and_removal_lose_nothing_and_leave_nothing(
     mode: str, moment: str, tmp_path: Path
 ) -> None:

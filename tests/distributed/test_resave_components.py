@@ -20,6 +20,7 @@ from holdfast.errors import UsageError
 from holdfast.testing import values
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.deep
 TIMEOUT_SECONDS = 200.0
 WIDTH = 32
 

@@ -29,6 +29,7 @@ from tests.distributed.test_async_ranks import (
 )
 from tests.distributed.test_failures import sharded_model
 from tests.ranks import run_ranks
+from tests.sizes import if_deep
 
 # The save that fails on one rank takes the other one as long to give up.
 PATIENCE_SECONDS = 100.0
@@ -141,7 +142,7 @@ def kill_the_leader(rank: int, run: Path, mode: str, while_saving: bool) -> Any:
 
 
 @pytest.mark.guarantee("G5")
-@pytest.mark.parametrize(("mode", "while_saving"), [("sync", False), ("async", False), ("async", True)])
+@pytest.mark.parametrize(("mode", "while_saving"), [("async", True), *if_deep(("sync", False), ("async", False))])
 def test_a_leader_that_is_killed_with_the_store_is_named_by_every_call(
     mode: str, while_saving: bool, tmp_path: Path
 ) -> None:
@@ -167,12 +168,13 @@ def test_a_leader_that_is_killed_with_the_store_is_named_by_every_call(
 @pytest.mark.parametrize(
     ("scene", "mode", "hosted"),
     [
-        (stop_the_leader_before_its_save, "sync", True),
-        (stop_the_leader_before_its_save, "async", True),
-        (stop_the_leader_before_its_save, "async", False),
         (stop_the_leader_before_its_commit, "async", True),
+        *if_deep(
+            (stop_the_leader_before_its_save, "sync", True),
+            (stop_the_leader_before_its_save, "async", True),
+            (stop_the_leader_before_its_save, "async", False),
+        ),
     ],
-    ids=["sync, its store", "async, its store", "async, the store of an agent", "after staging, its store"],
 )
 def test_a_leader_that_is_stopped_is_named_in_time_and_the_run_goes_on_when_it_continues(
     scene: Any, mode: str, hosted: bool, tmp_path: Path

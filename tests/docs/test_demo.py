@@ -50,6 +50,7 @@ def run_demo(*arguments: str | Path) -> tuple[int, str]:
 @pytest.mark.guarantee("G1")
 @pytest.mark.guarantee("G3")
 @pytest.mark.guarantee("G8")
+@pytest.mark.deep
 def test_the_demo_shows_that_every_claim_holds(tmp_path: Path) -> None:
     out = tmp_path / "demo-out"
     code, output = run_demo("--quick", "--out", out)

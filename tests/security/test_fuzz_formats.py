@@ -15,8 +15,9 @@ import pytest
 
 from tests.security.fuzzing import make_seeds
 from tests.security.scene import bytes_on_disk
+from tests.sizes import DEEP
 
-COUNT = int(os.environ.get("HOLDFAST_FUZZ_COUNT", "20000"))
+COUNT = int(os.environ.get("HOLDFAST_FUZZ_COUNT", 20000 if DEEP else 4000))
 SEED = int(os.environ.get("HOLDFAST_FUZZ_SEED", "12"))
 KINDS = ("dcp", "manifest", "nemo", "nemo_compressed", "nemo_folder", "safetensors", "torch", "torch_legacy")
 

@@ -90,8 +90,12 @@ def possible(only: Any, skip: Any, exclude: Any) -> bool:
     return all(plain(name) for name in (*named, *skip)) and not set(named) & set(skip)
 
 
-@pytest.mark.parametrize(("only", "skip", "exclude"), list(itertools.product(ONLY, SKIP, EXCLUDE)))
-def test_names_that_contradict_each_other_are_refused_at_once(only: Any, skip: Any, exclude: Any) -> None:
+def test_names_that_contradict_each_other_are_refused_at_once() -> None:
+    for only, skip, exclude in itertools.product(ONLY, SKIP, EXCLUDE):
+        refused_if_contradictory(only, skip, exclude)
+
+
+def refused_if_contradictory(only: Any, skip: Any, exclude: Any) -> None:
     before = repr((only, skip, exclude))
     if possible(only, skip, exclude):
         strategy = LoadStrategy(only=only, skip=skip, exclude=exclude)
@@ -113,8 +117,12 @@ def test_every_combination_of_choices_is_taken_or_refused_at_once() -> None:
                 LoadStrategy(**fields)
 
 
-@pytest.mark.parametrize(("only", "exclude", "rename"), list(itertools.product(ONLY, EXCLUDE, RENAME)))
-def test_every_rename_goes_with_all_other_names_or_is_refused_at_once(only: Any, exclude: Any, rename: Any) -> None:
+def test_every_rename_goes_with_all_other_names_or_is_refused_at_once() -> None:
+    for only, exclude, rename in itertools.product(ONLY, EXCLUDE, RENAME):
+        goes_or_is_refused(only, exclude, rename)
+
+
+def goes_or_is_refused(only: Any, exclude: Any, rename: Any) -> None:
     if possible(only, (), exclude) and not any(rename is wrong for wrong in WRONG_RENAMES):
         strategy = LoadStrategy(only=only, exclude=exclude, rename=rename)
         assert dataclasses.replace(strategy) == strategy

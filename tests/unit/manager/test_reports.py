@@ -14,6 +14,7 @@ import torch
 import holdfast
 from holdfast.errors import StorageError
 from holdfast.storage.local.local import LocalStorage
+from tests.sizes import pairs
 
 _PATIENCE_SECONDS = 300.0
 
@@ -63,8 +64,14 @@ def test_a_note_that_fails_for_a_moment_is_tried_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.guarantee("G6")
-@pytest.mark.parametrize("error", [None, RuntimeError("no note for now"), OSError(5, "no note for now")], ids=repr)
-@pytest.mark.parametrize("call", ["save", "report", "wait", "poll", "step", "close"])
+@pytest.mark.parametrize(
+    ("call", "error"),
+    pairs(
+        ["save", "report", "wait", "poll", "step", "close"],
+        [None, RuntimeError("no note for now"), OSError(5, "no note for now")],
+    ),
+    ids=repr,
+)
 def test_a_note_that_keeps_failing_is_raised_by_the_next_call(
     tmp_path: Path, call: str, error: Exception | None
 ) -> None:

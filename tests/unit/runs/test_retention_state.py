@@ -21,6 +21,7 @@ from holdfast.storage.base import Entry, Source
 from holdfast.testing import MemoryStorage
 from holdfast.testing.storages import _Wrapper
 from tests.counting import calls
+from tests.sizes import DEEP
 from tests.unit.runs.scene import Run, folder
 
 
@@ -125,7 +126,7 @@ class Meddler:
         return self.chance.choice(Catalog(self.run.storage).scan().checkpoints)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(12 if DEEP else 3))
 @pytest.mark.parametrize("policy", POLICIES, ids=map(str, range(len(POLICIES))))
 def test_whatever_happens_between_two_cleanups_the_next_keeps_what_a_fresh_one_keeps(
     policy: KeepPolicy, seed: int

@@ -211,7 +211,7 @@ def test_an_arena_of_the_right_size_is_page_locked_once_by_a_thread_at_its_devic
 @pytest.mark.parametrize("mode", ["async_pinned", "async_device"])
 def test_a_save_in_inference_mode_is_finished_outside_of_it(mode: Any, first_in_inference_mode: bool) -> None:
     stager = Stager(Accelerators([FakeAccelerator()]))
-    sizes, files = [60 * MIB, 100, 100], files_of(60 * MIB, 100, 100)
+    sizes, files = [5 * MIB, 100, 100], files_of(5 * MIB, 100, 100)
     for inference in (first_in_inference_mode, not first_in_inference_mode):
         tensors = [torch.full((size,), 1.0 + inference) for size in sizes]
         with torch.inference_mode(inference):

@@ -28,6 +28,7 @@ from holdfast.formats.hub.safetensors import SafetensorsSource
 from holdfast.formats.own import OwnSource
 from holdfast.formats.source import Fill, Source, TensorEntry
 from tests.behaviour.test_subclasses import Scaled
+from tests.sizes import pairs
 
 
 class Net(nn.Module):
@@ -517,8 +518,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["out.safetensors", "out"])
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(("target", "how"), pairs(["out.safetensors", "out"], [signal.SIGINT, signal.SIGKILL]))
 def test_an_interrupted_export_leaves_nothing_and_a_killed_one_only_a_partial(
     large: Path, tmp_path: Path, target: str, how: signal.Signals
 ) -> None:

@@ -279,6 +279,7 @@ def test_to_close_twice_closes_no_handle_of_another(large: Arena) -> None:
 
 
 # Python ignores an interrupt that comes in a finalizer.
+@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_while_an_arena_is_reserved_leaves_no_handle() -> None:
     before, lost, moments = arena_handles(), [], 0

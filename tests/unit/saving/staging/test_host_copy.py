@@ -40,7 +40,7 @@ def test_every_byte_arrives_and_nothing_beside_it(sizes: list[int], threads: int
 def test_after_an_interrupt_nothing_is_copied_and_no_progress_reported(
     pieces_before: int, new_threads: Callable[[], list[str]]
 ) -> None:
-    size = 200 << 20
+    size = 40 << 20
     source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
     here, heard, interrupts = threading.get_ident(), 0, 0
 

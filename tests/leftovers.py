@@ -1,0 +1,96 @@
+"""Look at the end of each file of tests for what it has left: threads, arenas and processes, and who made them.
+
+What is left fails that file, and not one that comes later in the same process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.testing.processes import descendants
+from tests.limits import command_of
+
+__all__ = ["Leftovers", "arenas", "threads", "writers"]
+
+_WAIT_SECONDS = 20.0
+# Servers of multiprocessing, which serve later tests, too.
+_SERVERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
+
+
+def threads() -> set[str]:
+    """Return the threads of Holdfast in this process, each as "thread NAME (ID)"."""
+    return {f"thread {one.name} ({one.ident})" for one in threading.enumerate() if one.name.startswith("holdfast-")}
+
+
+def arenas() -> set[str]:
+    """Return the staging memory of asynchronous saves that is mapped into this process, as "arena ADDRESSES"."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {f"arena {line.split()[0]}" for line in lines if "holdfast-arena" in line}
+
+
+def writers() -> set[str]:
+    """Return the writer processes that this process has started, each as "process ID"."""
+    return {f"process {one}" for one in descendants(os.getpid()) if "holdfast.saving.writer" in command_of(one)}
+
+
+class Leftovers:
+    """What the tests of the current file have made and not ended, with the first test after which it was there."""
+
+    def __init__(self) -> None:
+        self._before: set[str] = set()
+        self._makers: dict[str, str] = {}
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Iterator[None]:
+        if item.path != getattr(self, "_path", None):
+            self._path, self._before, self._makers = item.path, _found(), {}
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+        result = yield
+        for one in _found() - self._before:
+            self._makers.setdefault(one, item.name)
+        if nextitem is None or nextitem.path != item.path:
+            self._check()
+        return result
+
+    def _check(self) -> None:
+        left = _settled(self._before)
+        for one in left:
+            if one.startswith("process "):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(one.split()[1]), signal.SIGKILL)
+        if left:
+            lines = [f"{one}, of {self._makers.get(one, 'a fixture of the file')}" for one in sorted(left)]
+            pytest.fail("this file left behind:\n" + "\n".join(lines), pytrace=False)
+
+
+def _found() -> set[str]:
+    processes = {process: command_of(process) for process in descendants(os.getpid())}
+    others = {
+        f"process {process} {command:.200}"
+        for process, command in processes.items()
+        if command and not any(server in command for server in _SERVERS)
+    }
+    return threads() | arenas() | others
+
+
+def _settled(before: set[str]) -> set[str]:
+    """Return what is still there after it had time to end by itself."""
+    end = time.monotonic() + _WAIT_SECONDS
+    while left := _found() - before:
+        gc.collect()
+        if time.monotonic() > end:
+            break
+        time.sleep(0.05)
+    return left
