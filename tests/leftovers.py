@@ -22,8 +22,8 @@ from tests.limits import command_of
 __all__ = ["Leftovers", "arenas", "threads", "writers"]
 
 _WAIT_SECONDS = 20.0
-# Servers of multiprocessing, which serve later tests, too.
-_SERVERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
+# They serve later tests, too.
+_SERVERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker", "attacks._server")
 
 
 def threads() -> set[str]:
@@ -46,19 +46,23 @@ class Leftovers:
     """What the tests of the current file have made and not ended, with the first test after which it was there."""
 
     def __init__(self) -> None:
+        self._path: Path | None = None
         self._before: set[str] = set()
         self._makers: dict[str, str] = {}
+        self._ends: list[tuple[float, str]] = []
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Iterator[None]:
-        if item.path != getattr(self, "_path", None):
-            self._path, self._before, self._makers = item.path, _found(), {}
+        if item.path != self._path:
+            self._path, self._before, self._makers, self._ends = item.path, _found(), {}, []
         return (yield)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
         result = yield
-        for one in _found() - self._before:
+        # All processes are looked at once, at the end of the file: they know when they were started.
+        self._ends.append((time.clock_gettime(time.CLOCK_BOOTTIME), item.name))
+        for one in (threads() | arenas()) - self._before:
             self._makers.setdefault(one, item.name)
         if nextitem is None or nextitem.path != item.path:
             self._check()
@@ -66,13 +70,19 @@ class Leftovers:
 
     def _check(self) -> None:
         left = _settled(self._before)
+        lines = [f"{one}, of {self._maker_of(one)}" for one in sorted(left)]
         for one in left:
             if one.startswith("process "):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(one.split()[1]), signal.SIGKILL)
         if left:
-            lines = [f"{one}, of {self._makers.get(one, 'a fixture of the file')}" for one in sorted(left)]
             pytest.fail("this file left behind:\n" + "\n".join(lines), pytrace=False)
+
+    def _maker_of(self, one: str) -> str:
+        if one.startswith("process "):
+            begin = _begin_of(int(one.split()[1]))
+            return next((name for end, name in self._ends if begin < end), "a test of the file")
+        return self._makers.get(one, "a fixture of the file")
 
 
 def _found() -> set[str]:
@@ -83,6 +93,14 @@ def _found() -> set[str]:
         if command and not any(server in command for server in _SERVERS)
     }
     return threads() | arenas() | others
+
+
+def _begin_of(process: int) -> float:
+    """Return when a process was started, in seconds since the start of the machine; 0 if it has ended."""
+    with contextlib.suppress(OSError):
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
 
 def _settled(before: set[str]) -> set[str]:

@@ -1425,14 +1425,15 @@ def test_a_callback_that_waits_for_its_own_save_is_refused_and_does_not_hang(wai
     assert holdfast.resolve(tmp_path).step == 4
 
 
+@pytest.mark.parametrize("call", ["close", "prune"])
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_callback_of_a_removal_cannot_close_the_manager(mode: Any, tmp_path: Path) -> None:
+def test_a_callback_of_a_removal_cannot_wait_for_the_removals(mode: Any, call: str, tmp_path: Path) -> None:
     errors = []
 
     def close(event: holdfast.Event) -> None:
         if event.kind == "pruned":
             try:
-                manager.close()
+                getattr(manager, call)()
             except UsageError as error:
                 errors.append(str(error))
 
@@ -1487,6 +1488,10 @@ def test_weights_of_a_run_are_those_of_the_save_that_this_process_has_pending(tm
             with torch.no_grad():
                 model.bias.fill_(step)
             manager.save(step)
+            found = manager.peek() if step % 2 else holdfast.peek(tmp_path / "run")
+            assert found is not None
+            assert found.step == step
+            manager.save(step, resave=True)
             other = torch.nn.Linear(1000, 1000)
             if step % 2:
                 holdfast.load_weights(other, tmp_path / "run")
@@ -1525,23 +1530,28 @@ def test_a_restore_of_another_run_waits_for_its_save_in_the_same_process(tmp_pat
 
 
 class RemovedStorage(LocalStorage):
-    """A storage of which another process removes the folder of a save that is under way, or its tensors, or cuts them
-    short, once its files are written."""
+    """A storage of which another process removes the folder of a save that is under way, or its tensors, cuts them
+    short or puts another file in their place, once its files are written and looked at."""
 
     doomed = ""
     harm = "the folder"
 
-    def sync(self, folder: str) -> None:
-        super().sync(folder)
-        if folder and folder == self.doomed:
-            self.doomed = ""
-            path = Path(self.url) / folder
+    def _stamp(self, key: str) -> tuple[int, str]:
+        found = super()._stamp(key)
+        # The values are written, and looked at, after the tensors.
+        if self.doomed and key == f"{self.doomed}/shared.json":
+            path, self.doomed = Path(self.url) / self.doomed, ""
             if self.harm == "the folder":
                 shutil.rmtree(path)
             elif self.harm == "a file":
                 next(path.glob("*.safetensors")).unlink()
-            else:
+            elif self.harm == "a part of a file":
                 os.truncate(next(path.glob("*.safetensors")), 100)
+            else:
+                tensors = next(path.glob("*.safetensors"))
+                shutil.copy(tensors, path / "copy")
+                os.replace(path / "copy", tensors)
+        return found
 
 
 @pytest.mark.guarantee("G4")
@@ -1551,8 +1561,9 @@ class RemovedStorage(LocalStorage):
     ("harm", "problem"),
     [
         ("the folder", "step-000000002 was removed while the save was written"),
-        ("a file", "rank-00000.safetensors was removed after it was written"),
-        ("a part of a file", "rank-00000.safetensors was changed after it was written"),
+        ("a file", "rank-00000.safetensors of rank 0 is not there any more"),
+        ("a part of a file", "rank-00000.safetensors of rank 0 was changed after it was written"),
+        ("a copy in its place", "rank-00000.safetensors of rank 0 was changed after it was written"),
     ],
 )
 def test_a_save_whose_files_were_removed_by_hand_fails_and_costs_no_checkpoint(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import signal
 import time
@@ -82,6 +83,22 @@ class _FailingSink:
         self.sink.__exit__(kind, error, trace)
 
 
+class RemovingStorage(LocalStorage):
+    """A storage of which the tensors of one rank are removed, or cut short, when that rank has looked at them."""
+
+    doomed = harm = ""
+
+    def _stamp(self, key: str) -> tuple[int, str]:
+        found = super()._stamp(key)
+        if self.doomed and key.startswith(self.doomed) and key.endswith(".safetensors"):
+            path, self.doomed = Path(self.url) / key, ""
+            if self.harm == "removed":
+                path.unlink()
+            else:
+                os.truncate(path, 100)
+        return found
+
+
 class DeadlyStorage(FailingStorage):
     """A disk at which the process dies, as the out-of-memory killer would have it."""
 
@@ -154,6 +171,25 @@ def commits_that_fail_on_the_leader(rank: int, folder: Path) -> Any:
 
 
 # Failing components
+
+
+def files_that_go_on_one_rank(rank: int, folder: Path) -> dict[tuple[str, str], Any]:
+    """Save once, then with files of rank 1 that go before the commit, then once more, in a run for each way."""
+    found = {}
+    for mode, harm in itertools.product(("sync", "async"), ("removed", "cut short")):
+        run = folder / f"{mode} {harm}"
+        storage = RemovingStorage(run)
+        storage.harm = harm
+        with manager_of(
+            run, {"model": holdfast.Shared(sharded_model(1))}, storage=storage, mode=mode, keep=holdfast.KeepLast(1)
+        ) as manager:
+            manager.save(1, wait=True)
+            storage.doomed = "step-000000002/rank-00001" if rank == 1 else ""
+            error = caught(lambda manager=manager: manager.save(2, wait=True))
+            steps = [checkpoint.step for checkpoint in manager.checkpoints()]
+            manager.save(3, wait=True)
+        found[mode, harm] = error, steps
+    return found
 
 
 class FailingComponent(Holder):
@@ -312,6 +348,7 @@ def arguments_that_are_wrong_on_one_rank(rank: int, folder: Path) -> Any:
 SCENES = [
     writes_that_fail_on_one_rank,
     commits_that_fail_on_the_leader,
+    files_that_go_on_one_rank,
     a_state_dict_that_raises_on_one_rank,
     a_type_outside_the_codec_on_one_rank,
     a_load_state_dict_that_raises_on_one_rank,
@@ -356,6 +393,17 @@ def test_a_commit_that_fails_is_an_error_on_all_and_the_next_works(play: Play) -
 
 
 @pytest.mark.guarantee("G5")
+@pytest.mark.guarantee("G4")
+@pytest.mark.guarantee("G6")
+def test_files_of_any_rank_that_go_before_the_commit_fail_the_save_and_cost_no_checkpoint(play: Play) -> None:
+    of_ranks = play("files_that_go_on_one_rank")
+    for way in of_ranks[0]:
+        error = the_same_error([found[way][0] for found in of_ranks])
+        assert isinstance(error, SaveFailedError), error
+        assert "rank-00001.safetensors of rank 1" in str(error), way
+        assert [found[way][1] for found in of_ranks] == [[1], [1]], way
+
+
 def test_a_state_dict_that_raises_on_one_rank_fails_the_save_on_all_before_a_file_is_touched(play: Play) -> None:
     for failing, errors in enumerate(zip(*play("a_state_dict_that_raises_on_one_rank"), strict=True)):
         error = the_same_error(errors)

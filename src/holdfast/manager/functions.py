@@ -21,6 +21,7 @@ from holdfast.runs.retention import Decision, KeepPolicy
 from holdfast.runs.selection import first_names, metric_names
 from holdfast.runs.selector import Selector
 from holdfast.runs.verify import Depth
+from holdfast.saving.current import finish_saves
 
 
 def resolve(run: Location, selector: str | int = "latest") -> Checkpoint:
@@ -29,8 +30,10 @@ def resolve(run: Location, selector: str | int = "latest") -> Checkpoint:
 
 
 def peek(run: Location, selector: str | int = "latest") -> Checkpoint | None:
-    """Return the checkpoint that is meant, or None where `latest` finds nothing. Loads nothing."""
+    """Return the checkpoint that is meant, or None where `latest` finds nothing. Loads nothing. A save of this process
+    to the run that is pending is waited for: it is what `latest` means."""
     catalog, chosen = resolving.locate(run, selector)
+    finish_saves(catalog.storage)
     if chosen.kind == "latest" and not catalog.holds_something():
         return None
     return catalog.find(chosen)

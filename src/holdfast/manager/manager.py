@@ -298,7 +298,7 @@ class CheckpointManager(Closable):
         return list(self._run.catalog.scan().checkpoints)
 
     def peek(self, selector: str | int = "latest") -> Checkpoint | None:
-        """Return a checkpoint without loading it; None when `latest` finds nothing."""
+        """Return a checkpoint without loading it; None when `latest` finds nothing. Waits for a pending save."""
         return self._restores.peek(selector)
 
     def report(self, step: int, metrics: Mapping[str, Any]) -> bool:
@@ -334,6 +334,7 @@ class CheckpointManager(Closable):
     def prune(self) -> list[Decision]:
         """Remove what `keep` does not keep, now, and not after the next save. Return what was decided."""
         self._lifetime.require_open()
+        self._run.housekeeper.refuse_own_thread()
         self._run.saver.drain()
 
         def work() -> list[Decision]:

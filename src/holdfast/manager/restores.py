@@ -33,6 +33,7 @@ from holdfast.runs.events import Event
 from holdfast.runs.lineage import Lineage
 from holdfast.runs.orphans import wait_for_orphans
 from holdfast.runs.selector import Selector, parse_selector
+from holdfast.saving.current import finish_saves
 from holdfast.storage.registry import open_storage, same_place
 
 logger = logging.getLogger("holdfast")
@@ -135,8 +136,9 @@ class Restores:
         return on_leader(self._run.ranks, "should_load", look, returns=bool)
 
     def peek(self, selector: str | int) -> Checkpoint | None:
-        """Return a checkpoint without loading it; None when `latest` finds nothing."""
+        """Return a checkpoint without loading it; None when `latest` finds nothing. Waits for a pending save."""
         catalog, chosen, explicit = self._locate(selector)
+        finish_saves(catalog.storage)
         if not explicit and not catalog.holds_something():
             return None
         return catalog.find(chosen)

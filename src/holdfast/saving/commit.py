@@ -16,6 +16,7 @@ from holdfast.runs.lease import require_number
 from holdfast.runs.run_record import open_run
 from holdfast.saving.facts import Facts, Listing
 from holdfast.saving.messages import Receipt
+from holdfast.storage.base import features_of
 
 
 def commit(
@@ -46,7 +47,7 @@ def commit(
     )
     require_number(catalog.storage, facts.lease, facts.lease_token)
     _require_attempt(facts, catalog)
-    _require_files(facts, receipts[0], catalog)
+    _require_files(facts, receipts, catalog)
     try:
         return catalog.add(manifest, same_tensors=same_tensors)
     except KeyExistsError:
@@ -71,25 +72,33 @@ def _require_attempt(facts: Facts, catalog: Catalog) -> None:
         pass  # it is there
 
 
-def _require_files(facts: Facts, receipt: Receipt, catalog: Catalog) -> None:
-    """Raise if a file of the leader's was removed or cut short meanwhile, as by hand: the checkpoint would be damaged
-    from its first moment, and retention removes the one before for it. Only the leader's: this machine may not see at
-    once what others have written."""
-    for file in receipt.files:
-        key = paths.key(facts.folder, file.name)
-        try:
-            with catalog.storage.open(key) as source:
-                size_bytes = source.size_bytes
-        except KeyMissingError:
-            size_bytes = -1
-        if size_bytes != file.size_bytes:
+def _require_files(facts: Facts, receipts: Sequence[Receipt], catalog: Catalog) -> None:
+    """Raise if a file of any rank was removed, replaced or cut short meanwhile, as by hand: the checkpoint would be
+    damaged from its first moment, and retention removes the one before for it. Each name is looked up once, and not
+    before its rank has said that it is there: a network file system may remember for long that a name was not."""
+    stamp = features_of(catalog.storage).stamp
+    if stamp is None:
+        return
+    # Of this machine's files alone: another one may number the files of the same disk in another way.
+    own = dict(zip([file.name for file in receipts[0].files], receipts[0].identities, strict=False))
+    for rank, receipt in enumerate(receipts):
+        for file in receipt.files:
+            try:
+                size_bytes, identity = stamp(paths.key(facts.folder, file.name))
+            except KeyMissingError:
+                problem = "is not there any more: it was removed, or that rank writes to another disk"
+            else:
+                if size_bytes == file.size_bytes and identity == (own.get(file.name) or identity):
+                    continue
+                problem = "was changed after it was written"
             # A process that took the run over in between has closed this attempt, and removed its files.
             require_number(catalog.storage, facts.lease, facts.lease_token)
             raise SaveFailedError(
-                f"{key} was {'removed' if size_bytes < 0 else 'changed'} after it was written",
+                f"{paths.key(facts.folder, file.name)} of rank {rank} {problem}",
                 step=facts.step,
                 run=catalog.storage.url,
-                advice="save again, and leave the folder of a save that is under way alone",
+                advice="save again, and leave the folder of a save that is under way alone; give all ranks the same "
+                "run, on storage that all of them share",
             )
 
 

@@ -155,7 +155,9 @@ class SavePlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Receipt(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank wrote and made durable."""
+    """What one rank wrote and made durable. `identities` are those of the files as they were then, by which the storage
+    tells another file under the same name, see `StorageFeatures.stamp`; empty where it does not."""
 
     files: tuple[FileRecord, ...]
     chunks: tuple[tuple[str, ChunkRecord], ...]
+    identities: tuple[str, ...] = ()

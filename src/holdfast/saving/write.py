@@ -6,17 +6,18 @@ Bytes are digested on the way, block by block, in the one pass in which they are
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import chain
 
 from blake3 import blake3
 
+from holdfast.errors import KeyMissingError
 from holdfast.ondisk import paths
 from holdfast.ondisk.files import PlainFile, TensorFile
 from holdfast.ondisk.manifest import ChunkRecord, FileRecord, tensor_file_digest
 from holdfast.ondisk.safetensors import Frame
 from holdfast.saving.messages import Receipt
-from holdfast.storage.base import Storage
+from holdfast.storage.base import Storage, features_of
 
 
 def write(
@@ -41,7 +42,20 @@ def write(
     # The names go down before the receipt does: a manifest may only ever name what a power cut cannot take away.
     for place in sorted({paths.key(folder, file.name).rpartition("/")[0] for file in files}, reverse=True):
         storage.sync(place)
-    return Receipt(tuple(files), tuple(chunks))
+    return Receipt(tuple(files), tuple(chunks), identities(folder, files, storage))
+
+
+def identities(folder: str, files: Iterable[FileRecord], storage: Storage) -> tuple[str, ...]:
+    """Return by what the storage tells each of these files, just written, from another one under the same name."""
+    stamp = features_of(storage).stamp
+    found = []
+    for file in files:
+        identity = ""
+        # One that is gone already is an error of the commit, on all ranks.
+        with suppress(KeyMissingError):
+            identity = stamp(paths.key(folder, file.name))[1] if stamp is not None else ""
+        found.append(identity)
+    return tuple(found)
 
 
 def _write_tensor_file(

@@ -192,6 +192,11 @@ class StorageFeatures:
     """Return the names of the folders directly inside a folder, in any order: those that `entries` gives, but faster,
     because nothing else is looked at. A run of thousands of checkpoints is listed in every save."""
 
+    stamp: Callable[[str], tuple[int, str]] | None = None
+    """Return the size of a key's value, and a text that another value under this key does not have; empty where there
+    is no such text. It shows that something else than this storage, such as a person with a shell, has removed,
+    replaced or cut short what was written. A storage without it answers for what it has acknowledged."""
+
     identity: Callable[[], Hashable | None] | None = None
     """Return a value that is equal for two storages at the same place under different URLs; None if it is not known."""
 

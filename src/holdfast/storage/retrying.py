@@ -69,8 +69,8 @@ def with_retries(storage: Storage) -> Storage:
 
 
 class RetryingStorage:
-    """Any storage, whose `open`, `read`, `entries`, `folder_names`, `read_into` and `targets` of links are repeated.
-    All else is the storage's own."""
+    """Any storage, whose `open`, `read`, `entries`, `folder_names`, `stamp`, `read_into` and `targets` of links are
+    repeated. All else is the storage's own."""
 
     def __init__(self, inner: Storage) -> None:
         self.inner = inner
@@ -84,6 +84,8 @@ class RetryingStorage:
         found = features_of(self.inner)
         if found.links is not None:
             found = replace(found, links=_RetryingLinks(found.links))
+        if (stamp := found.stamp) is not None:
+            found = replace(found, stamp=lambda key: _retried(lambda: stamp(key), key))
         if (listed := found.folder_names) is not None:
             found = replace(found, folder_names=lambda folder: _retried(lambda: listed(folder), folder))
         return found

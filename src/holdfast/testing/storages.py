@@ -216,10 +216,12 @@ class _Wrapper:
 
     @property
     def features(self) -> StorageFeatures:
-        """Return what does not bypass the wrapper: reads of the inner storage's sources, and its clones."""
+        """Return what does not bypass the wrapper: reads of the inner storage's sources, its clones and its stamps."""
         inner = features_of(self.inner)
         return StorageFeatures(
-            aligned_reads=inner.aligned_reads, clone=self._clone if inner.clone is not None else None
+            aligned_reads=inner.aligned_reads,
+            clone=self._clone if inner.clone is not None else None,
+            stamp=inner.stamp,
         )
 
     def put(self, key: str, data: bytes) -> None:

@@ -193,7 +193,9 @@ def test_a_rollback_while_others_are_being_removed_keeps_what_it_went_back_to() 
     restored.set()
     going_back.join(60)
     manager._run.housekeeper.wait()
-    assert manager.save(3).wait().parent in {found.digest for found in manager.checkpoints()} | {None}
+    # Before the save: the cleanup that follows on it may remove its parent.
+    there = {found.digest for found in manager.checkpoints()}
+    assert manager.save(3).wait().parent in there | {None}
     manager._run.housekeeper.wait()
     newest = manager.checkpoints()[0]
     assert (newest.step, newest.manifest.line) == (3, ((1, 1),))

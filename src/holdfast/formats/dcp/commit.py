@@ -40,7 +40,7 @@ def commit_results(
     if trees:
         file = values_file(paths.SHARED_VALUES, trees)
         shared = write(attempt.folder, (), [file], catalog.storage)
-        receipts[0] = Receipt((*receipts[0].files, *shared.files), receipts[0].chunks)
+        receipts[0] = msgspec.structs.replace(receipts[0], files=(*receipts[0].files, *shared.files))
     records = tuple(TreeRecord(component=name, kind="values", file=paths.SHARED_VALUES) for name in trees)
     note = {
         "loose": loose if loose in trees else None,

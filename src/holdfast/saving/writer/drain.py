@@ -17,6 +17,7 @@ from holdfast.ondisk import paths
 from holdfast.ondisk.manifest import ChunkRecord, FileRecord, digest_of, tensor_file_digest
 from holdfast.saving.messages import Receipt
 from holdfast.saving.staging.arena import Arena
+from holdfast.saving.write import identities
 from holdfast.saving.writer.messages import Image, Place, PlainImage
 from holdfast.state.budget import own_processors
 from holdfast.storage.base import WRITE_PIECE_BYTES, Sink, Storage
@@ -90,11 +91,11 @@ def drain(
         digesting.stop()
         raise
     tensor_files, chunks = digesting.result()
-    names = [*(file.name for file in tensor_files), *(file.name for file in files)]
+    written = (*tensor_files, *files)
     # The names go down before the receipt does: a manifest may only ever name what a power cut cannot take away.
-    for place in sorted({paths.key(folder, name).rpartition("/")[0] for name in names}, reverse=True):
+    for place in sorted({paths.key(folder, file.name).rpartition("/")[0] for file in written}, reverse=True):
         storage.sync(place)
-    return Receipt((*tensor_files, *files), tuple(chunks))
+    return Receipt(written, tuple(chunks), identities(folder, written, storage))
 
 
 def _write_image(image: Image, arena: Arena, sink: Sink, check_source: Callable[[], None]) -> None:

@@ -78,6 +78,7 @@ class LocalStorage:
             displace=self._displace,
             # A subclass that lists otherwise is asked itself.
             folder_names=self._folder_names if type(self).entries is LocalStorage.entries else None,
+            stamp=self._stamp,
             identity=self._identity,
         )
 
@@ -177,6 +178,15 @@ class LocalStorage:
             except FileNotFoundError:
                 return None
         return status.st_dev, status.st_ino
+
+    def _stamp(self, key: str) -> tuple[int, str]:
+        """Return the size of the file of a key, and its place on its disk. A file system without a disk of its own,
+        such as one on a network, may number its files anew at any time."""
+        *folders, name = key_parts(key)
+        with self._explaining("looking at it", key), self._folders.opened(folders) as folder:
+            status = self._disk.status(folder, name)
+        is_numbered = stat.S_ISREG(status.st_mode) and os.major(status.st_dev) != 0
+        return status.st_size, f"{status.st_dev}:{status.st_ino}" if is_numbered else ""
 
     def _folder_names(self, folder: str) -> list[str]:
         parts = folder_parts(folder)

@@ -31,7 +31,7 @@ class FeaturesContract(StorageMaker):
         assert isinstance(features, StorageFeatures)
         again = features_of(storage)
         assert (features.reopens_by_url, features.aligned_reads) == (again.reopens_by_url, again.aligned_reads)
-        for name in ("links", "clone", "displace", "folder_names", "identity"):
+        for name in ("links", "clone", "displace", "folder_names", "stamp", "identity"):
             assert (getattr(features, name) is None) == (getattr(again, name) is None)
 
     def test_another_process_that_opens_its_url_has_the_same_storage(self, storage: Storage) -> None:
@@ -139,6 +139,20 @@ class FeaturesContract(StorageMaker):
             listed("../b")
         storage.delete("B/c")
         assert "B" not in listed("")
+
+    def test_a_stamp_has_the_size_of_the_value_and_is_the_same_while_nothing_changes(self, storage: Storage) -> None:
+        stamp = features_of(storage).stamp
+        _require(stamp is not None, "stamp")
+        assert stamp is not None
+        stream(storage, "folder/key", b"some bytes")
+        first = stamp("folder/key")
+        assert first[0] == len(b"some bytes")
+        again = features_of(self.reopen(storage)).stamp
+        assert again is not None
+        assert first == stamp("folder/key") == again("folder/key")
+        storage.delete("folder/key")
+        with pytest.raises(KeyMissingError):
+            stamp("folder/key")
 
     def test_its_identity_is_that_of_another_object_on_the_same_place(self, storage: Storage) -> None:
         identity, again = features_of(storage).identity, features_of(self.reopen(storage)).identity

@@ -56,7 +56,7 @@ def test_after_an_interrupt_nothing_is_copied_and_no_progress_reported(
         target.zero_()
         heard = 0
         with suppress(KeyboardInterrupt):
-            move_all([Move(target.data_ptr(), source.data_ptr(), size)], threads=4, on_progress=interrupt)
+            move_all([Move(target.data_ptr(), source.data_ptr(), size)], threads=2, on_progress=interrupt)
         assert new_threads() == []
         before, copied = heard, int(target.sum(dtype=torch.int64))
         time.sleep(0.01)
