@@ -28,7 +28,7 @@ _SERVERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker", "a
 
 def threads() -> set[str]:
     """Return the threads of Holdfast in this process, each as "thread NAME (ID)"."""
-    return {f"thread {one.name} ({one.ident})" for one in threading.enumerate() if one.name.startswith("holdfast-")}
+    return {f"thread {one.name} ({one.native_id})" for one in threading.enumerate() if one.name.startswith("holdfast-")}
 
 
 def arenas() -> set[str]:
@@ -65,6 +65,8 @@ class Leftovers:
         for one in (threads() | arenas()) - self._before:
             self._makers.setdefault(one, item.name)
         if nextitem is None or nextitem.path != item.path:
+            # What the last test was given is not dropped before this has returned.
+            getattr(item, "funcargs", {}).clear()
             self._check()
         return result
 

@@ -1,9 +1,9 @@
 """End a test that takes too long: print the stacks of all its processes, end them, and let it alone fail.
 
-A test has 60 s, or what `@pytest.mark.limit(seconds)` says; what its fixtures do before and after it has 180. One
-thread looks at the time. It raises in the main thread, where the test runs, by a signal of its own; a main thread that
-does not answer, because it stands still outside of Python, is ended with its process, and pytest-xdist goes on with
-another one.
+A test has 60 s, or what `@pytest.mark.limit(seconds)` says; what its fixtures do before and after it has 180. On a busy
+machine a test takes longer: one whose processes still work gets up to 180 s. One thread looks at the time. It raises in
+the main thread, where the test runs, by a signal of its own; a main thread that does not answer, because it stands
+still outside of Python, is ended with its process, and pytest-xdist goes on with another one.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ _TEST_SECONDS = 60.0
 _FIXTURES_SECONDS = 180.0
 _LOOK_SECONDS = 0.5
 _GRACE_SECONDS = 10.0
+# A test that uses less processor time than this in ten seconds stands still.
+_WORK_SECONDS = 0.5
 _SIGNAL = signal.SIGRTMIN + 7
 _EXIT_CODE = 97
 
@@ -41,6 +43,8 @@ class TimeLimits:
 
     def __init__(self) -> None:
         self._deadline: float | None = None
+        # When a test that works is ended, too, and the processor time that its processes had used at the last look.
+        self._last = self._worked = 0.0
         self._what = ""
         self._stacks = ""
         # What pytest captures is lost where the process must be ended.
@@ -67,9 +71,12 @@ class TimeLimits:
     @contextlib.contextmanager
     def _limited(self, what: str, seconds: float) -> Iterator[None]:
         self._what = f"{what} took more than {seconds:g} s"
+        self._last = time.monotonic() + max(seconds, _FIXTURES_SECONDS)
+        self._worked = 0.0
         self._deadline = time.monotonic() + seconds
         # For code that keeps the GIL, so that the thread cannot look. Nothing but the stacks of this process is shown.
-        faulthandler.dump_traceback_later(seconds + 6 * _GRACE_SECONDS, exit=True, file=self._output)
+        limit = max(seconds, _FIXTURES_SECONDS) + 6 * _GRACE_SECONDS
+        faulthandler.dump_traceback_later(limit, exit=True, file=self._output)
         try:
             yield
         finally:
@@ -80,12 +87,21 @@ class TimeLimits:
         while True:
             time.sleep(_LOOK_SECONDS)
             deadline = self._deadline
-            if deadline is not None and time.monotonic() > deadline:
+            if deadline is None or time.monotonic() < deadline:
+                continue
+            worked = _processor_seconds()
+            if worked - self._worked > _WORK_SECONDS and time.monotonic() < self._last:
+                self._worked = worked
+                # Another test may have begun: its deadline is later than this one.
+                self._deadline = deadline + _GRACE_SECONDS if self._deadline == deadline else self._deadline
+            else:
                 self._end(deadline)
 
     def _end(self, deadline: float) -> None:
         processes = descendants(os.getpid())
         self._stacks = "\n".join([_own_stacks(), *map(_stacks_of, processes)])
+        if self._deadline != deadline:
+            return  # it has ended meanwhile
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
@@ -114,6 +130,16 @@ def command_of(process: int) -> str:
 
 def _is_running(process: int) -> bool:
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+
+
+def _processor_seconds() -> float:
+    """Return the processor time that this process and all that it has started have used."""
+    ticks = 0
+    for process in [os.getpid(), *descendants(os.getpid())]:
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+            ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _own_stacks() -> str:

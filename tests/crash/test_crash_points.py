@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from holdfast.runs.catalog import Catalog
 from holdfast.runs.selector import Selector
 from holdfast.saving.pipeline import save
 from holdfast.saving.request import SaveRequest
-from holdfast.storage.base import Storage
+from holdfast.storage.base import Storage, StorageFeatures
 from holdfast.storage.local.local import LocalStorage
 from holdfast.testing import CrashingStorage, MemoryStorage, PowerLossStorage
 from holdfast.testing.simulation import simulate_ranks
@@ -131,7 +132,12 @@ def test_without_any_one_sync_the_power_cuts_are_noticed(sync: str, scratch: Pat
 
 
 class ManifestFirst(PowerLossStorage):
-    """A door that gets the order wrong: what is streamed goes down only after the manifest."""
+    """A door that gets the order wrong: what is streamed goes down only after the manifest. It answers for all that it
+    has acknowledged, or the commit would look for the files."""
+
+    @property
+    def features(self) -> StorageFeatures:
+        return dataclasses.replace(super().features, stamp=None)
 
     def create(self, key: str, size_bytes: int) -> Any:
         return _Held(self, key, size_bytes)

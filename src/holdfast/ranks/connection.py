@@ -66,11 +66,11 @@ class Connection:
             if early and not _is_broken(error):
                 raise
             self._lost = _first_line(error) if early else ""
-            self._client, self._opening = None, _Opening(self._original, self._timeout_seconds)
+            self._client, self._opening = None, self._opened_anew()
             raise self._no_answer() from error
 
     def _take_opened(self, seconds: float) -> None:
-        opening = self._opening or _Opening(self._original, self._timeout_seconds)
+        opening = self._opening or self._opened_anew()
         self._opening = opening
         if not opening.done.wait(seconds):
             raise self._no_answer()
@@ -81,6 +81,9 @@ class Connection:
         if opening.error is not None:
             raise opening.error
         self._client, self._lost = opening.client, ""
+
+    def _opened_anew(self) -> _Opening:
+        return _Opening(self._original, self._timeout_seconds, is_known=True)
 
     def _no_answer(self) -> RankError:
         store = f"the store of torch.distributed{_address(self._original)}, which {_host()} hosts,"
@@ -100,18 +103,25 @@ class Connection:
 
 
 class _Opening:
-    """A connection that is being opened on a worker thread: a host that is stopped accepts it and never answers."""
+    """A connection that is being opened on a worker thread: a host that is stopped accepts it and never answers.
 
-    def __init__(self, original: Any, timeout_seconds: float) -> None:
+    `is_known`: whether there was a connection before. Then a host that refuses one is gone, and torch, which would try
+    again for five minutes, is not asked.
+    """
+
+    def __init__(self, original: Any, timeout_seconds: float, *, is_known: bool = False) -> None:
         self.done = threading.Event()
         self.client: Any = None
         self.error: Exception | None = None
         self._original = original
         self._timeout_seconds = timeout_seconds
+        self._is_known = is_known
         threading.Thread(target=self._open, name="holdfast-connect", daemon=True).start()
 
     def _open(self) -> None:
         try:
+            if self._is_known:
+                _require_host(self._original, self._timeout_seconds)
             self.client = _cloned(self._original)
             if self.client is not self._original:
                 _limit(self.client, self._timeout_seconds)
@@ -119,6 +129,19 @@ class _Opening:
             self.error = error
         finally:
             self.done.set()
+
+
+def _require_host(store: Any, timeout_seconds: float) -> None:
+    """Raise, as torch does for a broken connection, if nothing listens where the store is."""
+    import torch.distributed as dist
+
+    place = _place(store)
+    if place is None:
+        return
+    try:
+        socket.create_connection(place, timeout_seconds).close()
+    except OSError as error:
+        raise dist.DistNetworkError(str(error)) from error
 
 
 def _cloned(store: Any) -> Any:
@@ -169,10 +192,16 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [""])[0].strip() or type(error).__name__
 
 
-def _address(store: Any) -> str:
+def _place(store: Any) -> tuple[str, int] | None:
+    """Return the host and the port of a store that has them."""
     inner = getattr(store, "_underlying_non_prefix_store", store)
     host, port = getattr(inner, "host", None), getattr(inner, "port", None)
-    return f" at {host}:{port}" if host and port else ""
+    return (str(host), int(port)) if host and port else None
+
+
+def _address(store: Any) -> str:
+    place = _place(store)
+    return f" at {place[0]}:{place[1]}" if place is not None else ""
 
 
 def _host() -> str:

@@ -50,7 +50,7 @@ def stop(process: int) -> None:
 
 
 def connecting_threads() -> set[threading.Thread]:
-    """Return the threads that open a connection. One to a host that is gone lives as long as the store's own limit."""
+    """Return the threads that open a connection."""
     return {thread for thread in threading.enumerate() if thread.name == "holdfast-connect"}
 
 
@@ -135,6 +135,9 @@ def test_a_host_that_is_gone_is_named_in_time(call: Callable[[Connection], Any])
         assert "which rank 0 hosts, cannot be reached: " in str(error)
         assert f"127.0.0.1:{port}" in str(error)
         assert "\n" not in str(error)
+    for thread in connecting_threads():
+        thread.join(PATIENCE_SECONDS)
+        assert not thread.is_alive(), "torch's own limit is not waited for"
 
 
 @pytest.mark.guarantee("G5")

@@ -109,6 +109,8 @@ def test_a_note_on_what_is_committed_at_any_moment_of_a_cleanup_stays() -> None:
             run.keeper.clean_up()
             assert run.catalog.scan().checkpoints[0].tags == ("gold",), moment
             assert len(run.catalog.annotations.names()) == 1, moment
+        # Its heartbeat has the storage, and that has the run.
+        run.die()
     assert moment > 8
 
 
