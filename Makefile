@@ -42,18 +42,19 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # Whole files go to a worker, for their fixtures, in the order of tests/conftest.py: the short ones last. Half of their
 # time is waiting, so there are more workers than processors.
-WORKERS ?= 5
+WORKERS ?= 4
 # What fails is run once more, alone.
 PYTEST = $(BIN)/python -m tests.second_look -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 unit: $(READY)
-	$(PYTEST) $(addprefix --ignore=,$(INTEGRATIONS))
+	$(PYTEST) $(addprefix --ignore=,$(INTEGRATIONS)) -k 'not (every_block_runs and integrations)'
 
 # Other people's loops and loaders: transformers, Lightning, Accelerate, torchdata.
 INTEGRATIONS := tests/integrations tests/distributed/test_loader_matrix.py
 
 integrations: $(READY)
 	$(PYTEST) $(INTEGRATIONS)
+	$(BIN)/python -m tests.second_look tests/docs/test_documentation.py -k 'every_block_runs and integrations'
 
 fast: $(READY)
 	$(PYTEST) -m 'not slow' tests/unit tests/behaviour tests/architecture

@@ -19,7 +19,7 @@ import pytest
 from holdfast.testing.processes import descendants
 from tests.limits import command_of
 
-__all__ = ["Leftovers", "arenas", "threads", "writers"]
+__all__ = ["Leftovers", "arenas", "own_writer", "threads", "writers"]
 
 _WAIT_SECONDS = 20.0
 # They serve later tests, too.
@@ -37,9 +37,15 @@ def arenas() -> set[str]:
     return {f"arena {line.split()[0]}" for line in lines if "holdfast-arena" in line}
 
 
-def writers() -> set[str]:
-    """Return the writer processes that this process has started, each as "process ID"."""
-    return {f"process {one}" for one in descendants(os.getpid()) if "holdfast.saving.writer" in command_of(one)}
+def writers() -> list[int]:
+    """Return the writer processes that this process has started."""
+    return [one for one in descendants(os.getpid()) if "holdfast.saving.writer" in command_of(one)]
+
+
+def own_writer() -> int:
+    """Return the only one of them."""
+    (found,) = writers()
+    return found
 
 
 class Leftovers:
@@ -50,6 +56,7 @@ class Leftovers:
         self._before: set[str] = set()
         self._makers: dict[str, str] = {}
         self._ends: list[tuple[float, str]] = []
+        self._mapped = ""
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Iterator[None]:
@@ -62,7 +69,11 @@ class Leftovers:
         result = yield
         # All processes are looked at once, at the end of the file: they know when they were started.
         self._ends.append((time.clock_gettime(time.CLOCK_BOOTTIME), item.name))
-        for one in (threads() | arenas()) - self._before:
+        mapped = Path("/proc/self/statm").read_text().split()[0]
+        # A list of all mappings takes long: only where this process has another size than after the test before.
+        made = threads() if mapped == self._mapped else threads() | arenas()
+        self._mapped = mapped
+        for one in made - self._before:
             self._makers.setdefault(one, item.name)
         if nextitem is None or nextitem.path != item.path:
             # What the last test was given is not dropped before this has returned.

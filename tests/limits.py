@@ -60,8 +60,15 @@ class TimeLimits:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
         mark = item.get_closest_marker("limit")
-        with self._limited(item.nodeid, float(mark.args[0]) if mark else _TEST_SECONDS):
-            return (yield)
+        seconds = float(mark.args[0]) if mark else _TEST_SECONDS
+        # For code that keeps the GIL, so that the thread cannot look. Nothing but the stacks of this process is shown.
+        limit = max(seconds, _FIXTURES_SECONDS) + 6 * _GRACE_SECONDS
+        faulthandler.dump_traceback_later(limit, exit=True, file=self._output)
+        try:
+            with self._limited(item.nodeid, seconds):
+                return (yield)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> Iterator[None]:
@@ -74,14 +81,10 @@ class TimeLimits:
         self._last = time.monotonic() + max(seconds, _FIXTURES_SECONDS)
         self._worked = 0.0
         self._deadline = time.monotonic() + seconds
-        # For code that keeps the GIL, so that the thread cannot look. Nothing but the stacks of this process is shown.
-        limit = max(seconds, _FIXTURES_SECONDS) + 6 * _GRACE_SECONDS
-        faulthandler.dump_traceback_later(limit, exit=True, file=self._output)
         try:
             yield
         finally:
             self._deadline = None
-            faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:
         while True:

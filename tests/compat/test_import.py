@@ -28,6 +28,7 @@ from holdfast.formats.own import OwnSource
 from holdfast.formats.source import TensorEntry
 from holdfast.testing import values
 from tests.ranks import run_ranks
+from tests.sizes import if_deep
 
 VOCABULARY, WIDTH, LENGTH, ROWS = 13, 12, 6, 4
 
@@ -146,7 +147,7 @@ def continue_with_dcp(rank: int, size: int, folder: str, first: int, end: int, f
     return training.bits(), training.run(first, end)
 
 
-@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
+@pytest.mark.parametrize("flat", [True, *if_deep(False)], ids=["flattened", *if_deep("nested")])
 def test_what_stock_dcp_saved_on_2_ranks_goes_on_exactly_on_4(tmp_path: Path, flat: bool) -> None:
     folder, run = str(tmp_path / "dcp"), str(tmp_path / "run")
     values(run_ranks(2, save_with_dcp, 2, folder, 3, flat))
@@ -471,7 +472,7 @@ def values_of(run: Path) -> dict[str, Any]:
         return {tree.name: (tree.kind, tree.model, reader.stored_values(tree.name)) for tree in reader.trees}
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [2, *if_deep(1, 4)])
 def test_a_checkpoint_exported_to_dcp_and_imported_is_the_same(tmp_path: Path, size: int) -> None:
     run, folder, again = tmp_path / "run", tmp_path / "dcp", tmp_path / "again"
     expected = values(run_ranks(size, save_with_manager, size, str(run)))

@@ -19,6 +19,7 @@ from holdfast.formats.exporting.export import export
 from holdfast.formats.hub.peft import PeftSource
 from holdfast.testing import values
 from tests.ranks import run_ranks
+from tests.sizes import if_deep
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -78,7 +79,7 @@ def logits_of(model: Any) -> torch.Tensor:
         return model.eval()(TOKENS).logits  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("kind", ["llama", "tied llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["tied llama", *if_deep("llama", "gpt2")])
 def test_a_model_of_two_ranks_is_loaded_by_from_pretrained_with_the_same_logits(tmp_path: Path, kind: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -49,7 +49,7 @@ from tests.crash.life import (
     _action,
 )
 from tests.crash.room import Door, Fault, Room
-from tests.sizes import DEEP
+from tests.sizes import DEEP, if_deep
 
 SHARDS = 4
 STEPS = 16
@@ -387,7 +387,7 @@ def blind_to(**fields: Any) -> Callable[..., list[Record]]:
 
 
 @pytest.mark.guarantee("G4")
-@pytest.mark.parametrize("unseen", [{"tags": ()}, {"shield": ""}, {"on_line": True}], ids=str)
+@pytest.mark.parametrize("unseen", [{"tags": ()}, *if_deep({"shield": ""}, {"on_line": True})], ids=str)
 def test_retention_that_does_not_see_something_is_noticed(unseen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cleanup, "records_of", blind_to(**unseen))
     noticed("G4")
@@ -576,6 +576,7 @@ class Counting(Life):
         self.ends["damaged"] += any(kept.said.damaged for kept in self.known.values())
 
 
+@pytest.mark.deep
 def test_in_a_hundred_sequences_all_kinds_of_things_happen() -> None:
     Counting.ends.clear()
     for number in range(100):

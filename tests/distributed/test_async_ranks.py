@@ -39,6 +39,7 @@ from holdfast.testing import Outcome, values
 from tests.distributed.scenes import Holder, Play, bits, caught, hash_tree, meet, run_scenes, the_same_error
 from tests.distributed.test_failures import FailingStorage, sharded_model
 from tests.distributed.training import build
+from tests.leftovers import own_writer
 from tests.ranks import run_ranks
 from tests.sizes import if_deep
 
@@ -67,19 +68,6 @@ def steps_of(run: Path) -> list[int]:
 
 
 # Writers, and how to kill them
-
-
-def own_writer() -> int:
-    """The process that writes for this one."""
-    children: list[str] = []
-    for task in Path(f"/proc/{os.getpid()}/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
-            children += (task / "children").read_text().split()
-    found = [
-        int(child) for child in children if b"holdfast.saving.writer" in Path(f"/proc/{child}/cmdline").read_bytes()
-    ]
-    assert len(found) == 1, found
-    return found[0]
 
 
 def is_gone(process: int) -> bool:

@@ -19,6 +19,7 @@ from holdfast.errors import StateMismatchError, UsageError
 from holdfast.testing import values
 from tests.distributed.scenes import Play, bits, caught, meet, run_scenes, the_same_error, trees
 from tests.ranks import run_ranks
+from tests.sizes import if_deep
 
 TIMEOUT_SECONDS = 200.0
 WIDTH, HIDDEN, WORDS = 6, 8, 12
@@ -143,7 +144,7 @@ def load_whole(run: Path) -> list[str]:
 
 
 @pytest.mark.guarantee("G2")
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", ["async", *if_deep("sync")])
 def test_shards_of_two_ranks_are_whole_tensors_for_one_and_shards_for_four(tmp_path: Path, mode: str) -> None:
     values(run_ranks(2, save_sharded, tmp_path / "two", mode))
     stored = {tensor.name: tensor for tensor in holdfast.resolve(tmp_path / "two").manifest.tensors}

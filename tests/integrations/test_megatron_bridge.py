@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import random
 import resource
 import sys
@@ -18,6 +17,7 @@ import holdfast
 from holdfast.integrations.megatron_bridge import MegatronBridgeManager
 from holdfast.testing import values
 from tests.integrations import bridge
+from tests.leftovers import writers
 from tests.ranks import run_ranks
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -393,19 +393,6 @@ def test_a_data_iterator_whose_position_is_lost_is_named_once(tmp_path: Path, ca
             made.state.train_state.step = step
             made.manager.save(made.save_context(train_data_iterator=Iterator()), None)
     assert caplog.text.count("position of its own") == 1
-
-
-def writers() -> list[int]:
-    """Return the writer processes that this process has started."""
-    found = []
-    for process in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            parent = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid() and b"holdfast" in Path(f"/proc/{process}/cmdline").read_bytes():
-                found.append(int(process))
-        except OSError:  # it has ended meanwhile
-            continue
-    return found
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of another process are Linux's")

@@ -9,6 +9,7 @@ import pytest
 from attacks import attack_named, attack_names
 from attacks._limits import refused_in_a_process
 from tests.security.scene import bytes_on_disk
+from tests.sizes import DEEP
 
 REFUSALS = {"CorruptCheckpointError", "UnsafeContentError", "UnsupportedFormatError", "DamagedRecordError"}
 
@@ -27,7 +28,9 @@ def test_an_attack_is_refused_by_name_and_harms_stock_tools_where_it_says_so(nam
     assert refusal.type in REFUSALS, refusal
     assert "no format that is known" not in refusal.message
     assert bytes_on_disk(tmp_path) == before
-    assert attack.stock(path) is not False
+    if DEEP or not attack_names().index(name) % 5:
+        # Some of them keep a processor busy for ten seconds.
+        assert attack.stock(path) is not False
 
 
 def test_every_attack_says_what_it_does() -> None:

@@ -152,7 +152,9 @@ READ = """
 import holdfast, torch
 from tests.security.scene import Objects
 objects = Objects(7)
-with holdfast.CheckpointManager(sys.argv[1], Objects(8).components()) as warm:  # so that all is imported
+for name in holdfast.__all__:  # all is imported then
+    getattr(holdfast, name)
+with holdfast.CheckpointManager(sys.argv[1], Objects(8).components()) as warm:
     pass
 become_nobody()
 with holdfast.CheckpointManager(sys.argv[1], objects.components()) as manager:

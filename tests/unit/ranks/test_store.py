@@ -25,6 +25,7 @@ from holdfast.ranks.messages import KeyValue
 from holdfast.ranks.store import StoreRanks
 from holdfast.ranks.torch_store import TorchStore
 from holdfast.testing.simulation import simulate_ranks
+from tests.sizes import if_deep
 
 SIZES = (1, 2, 3, 5)
 # Followers wait five seconds longer than the leader, so that its word can reach them.
@@ -454,7 +455,7 @@ def test_a_rank_that_comes_too_late_hears_that_it_failed_and_all_go_on() -> None
 
 
 @pytest.mark.guarantee("G5")
-@pytest.mark.parametrize("missed", [0, 1, 3])
+@pytest.mark.parametrize("missed", [1, *if_deep(0, 3)])
 def test_a_rank_that_gave_the_leader_up_finds_the_round_in_which_the_leader_is_by_then(missed: int) -> None:
     store, given_up = BranchingStore(), threading.Event()
 
@@ -521,9 +522,9 @@ def outcomes_of(ranks: Ranks, labels: list[str]) -> dict[str, str]:
         (2, 0, 1),
         (2, 0, 3),
         (4, 0, 2),
-        pytest.param(2, 1, 1, marks=pytest.mark.slow),
+        pytest.param(2, 1, 1, marks=pytest.mark.deep),
         pytest.param(2, 1, 2, marks=pytest.mark.slow),
-        pytest.param(4, 3, 1, marks=pytest.mark.slow),
+        pytest.param(4, 3, 1, marks=pytest.mark.deep),
     ],
 )
 def test_after_calls_that_one_rank_made_alone_those_of_all_ranks_work(size: int, alone: int, extra: int) -> None:

@@ -22,6 +22,7 @@ from holdfast.manager.triggers import Every
 from holdfast.runs.events import EventLog
 from holdfast.runs.retention import KeepLast
 from holdfast.storage.local.local import LocalStorage
+from tests.leftovers import own_writer
 
 # So large that its writer can be stopped between the first and the last byte.
 LARGE = 32 << 20
@@ -30,15 +31,11 @@ PRELUDE = """
 import os, signal, sys, threading
 from pathlib import Path
 import holdfast
+from tests.leftovers import own_writer
 from tests.unit.runs.test_events import Holder
 
 def manager(run, size=10_000, **options):
     return holdfast.CheckpointManager(run, {"h": Holder(size)}, rng=False, **options)
-
-def own_writer():
-    children = " ".join(one.read_text() for one in Path("/proc/self/task").glob("*/children")).split()
-    (found,) = [int(one) for one in children if b"holdfast.saving.writer" in Path(f"/proc/{one}/cmdline").read_bytes()]
-    return found
 """
 
 
@@ -189,10 +186,7 @@ def test_a_writer_that_was_killed_between_saves_is_reported_when_it_is_restarted
     seen: list[holdfast.Event] = []
     with opened(tmp_path, seen, mode="async") as manager:
         manager.save(1, wait=True)
-        children = " ".join(one.read_text() for one in Path("/proc/self/task").glob("*/children")).split()
-        (writer,) = [
-            int(child) for child in children if b"holdfast.saving.writer" in Path(f"/proc/{child}/cmdline").read_bytes()
-        ]
+        writer = own_writer()
         os.kill(writer, signal.SIGKILL)
         os.waitid(os.P_PID, writer, os.WEXITED | os.WNOWAIT)
         manager.save(2, wait=True)

@@ -28,7 +28,7 @@ from holdfast.formats.hub.safetensors import SafetensorsSource
 from holdfast.formats.own import OwnSource
 from holdfast.formats.source import Fill, Source, TensorEntry
 from tests.behaviour.test_subclasses import Scaled
-from tests.sizes import pairs
+from tests.sizes import if_deep, pairs
 
 
 class Net(nn.Module):
@@ -539,7 +539,7 @@ def test_an_interrupted_export_leaves_nothing_and_a_killed_one_only_a_partial(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("thread", ["holdfast-read-ahead", "holdfast-sink"])
+@pytest.mark.parametrize("thread", ["holdfast-sink", *if_deep("holdfast-read-ahead")])
 def test_an_interrupt_before_a_thread_is_started_leaves_nothing(large: Path, tmp_path: Path, thread: str) -> None:
     done = run_script(
         """
@@ -566,7 +566,7 @@ def test_an_interrupt_before_a_thread_is_started_leaves_nothing(large: Path, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["None", "'bfloat16'"])
+@pytest.mark.parametrize("dtype", ["'bfloat16'", *if_deep("None")])
 def test_the_memory_of_an_export_does_not_grow_with_the_tensors(tmp_path: Path, dtype: str) -> None:
     """One tensor of 640 MB, of which never more than a few pieces may be there."""
     limit = 300 << 20

@@ -16,6 +16,7 @@ import torch
 from holdfast.errors import StorageError, UsageError
 from holdfast.formats.exporting.export import export
 from holdfast.formats.exporting.publishing import check_target, published
+from tests.sizes import if_deep
 
 # The system refuses to let any file grow beyond the limit, as a full disk does.
 LIMITED = """
@@ -30,7 +31,7 @@ except HoldfastError as error:
 """
 
 
-@pytest.mark.parametrize("form", ["dcp", "torch"])
+@pytest.mark.parametrize("form", ["dcp", *if_deep("torch")])
 def test_a_disk_that_takes_no_more_bytes_is_a_storage_error_and_nothing_is_left(tmp_path: Path, form: str) -> None:
     source, folder = tmp_path / "source.pt", tmp_path / "out"
     torch.save({"weight": torch.ones(100_000)}, source)

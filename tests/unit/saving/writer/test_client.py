@@ -20,6 +20,7 @@ from holdfast.saving.writer.messages import Commit, NewArena
 from holdfast.storage.base import StorageFeatures
 from holdfast.storage.local.local import LocalStorage
 from holdfast.testing import MemoryStorage
+from tests.leftovers import own_writer
 
 
 @pytest.fixture(params=["thread", "process"])
@@ -55,10 +56,7 @@ def test_a_writer_that_was_killed_between_two_saves_is_replaced_with_a_warning(
     model = torch.nn.Linear(2, 2)
     with holdfast.CheckpointManager(tmp_path, {"model": model}, mode="async", rng=False) as manager:
         manager.save(1, wait=True)
-        children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-        (writer,) = [
-            int(one) for one in children if b"holdfast.saving.writer" in Path(f"/proc/{one}/cmdline").read_bytes()
-        ]
+        writer = own_writer()
         handle = os.pidfd_open(writer)
         os.kill(writer, signal.SIGKILL)
         os.waitid(os.P_PIDFD, handle, os.WEXITED | os.WNOWAIT)
