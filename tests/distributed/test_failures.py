@@ -218,6 +218,35 @@ class Strange:
     pass
 
 
+class FickleComponent(Holder):
+    fails = False
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.fails:
+            raise ZeroDivisionError("in the user's own state_dict")
+        return super().state_dict()
+
+
+class JointComponent(Holder):
+    """Its state is made by all ranks together."""
+
+    def state_dict(self) -> dict[str, Any]:
+        dist.barrier()
+        return super().state_dict()
+
+
+def a_state_dict_that_raises_on_one_rank_before_others_meet(rank: int, folder: Path) -> list[Any]:
+    """Save with a first component that raises on rank 1, and a second one that calls a collective."""
+    failing = FickleComponent(a=1)
+    with manager_of(folder / "run", {"failing": failing, "joint": JointComponent(b=2)}) as manager:
+        manager.save(1)
+        failing.fails = rank == 1
+        error = caught(lambda: manager.save(2))
+        failing.fails = False
+        manager.save(3)
+        return [error, [checkpoint.step for checkpoint in manager.checkpoints()]]
+
+
 def a_type_outside_the_codec_on_one_rank(rank: int, folder: Path) -> list[Any]:
     errors = []
     for failing in (0, 1):
@@ -350,6 +379,7 @@ SCENES = [
     commits_that_fail_on_the_leader,
     files_that_go_on_one_rank,
     a_state_dict_that_raises_on_one_rank,
+    a_state_dict_that_raises_on_one_rank_before_others_meet,
     a_type_outside_the_codec_on_one_rank,
     a_load_state_dict_that_raises_on_one_rank,
     damage_that_one_rank_reads,
@@ -404,6 +434,7 @@ def test_files_of_any_rank_that_go_before_the_commit_fail_the_save_and_cost_no_c
         assert [found[way][1] for found in of_ranks] == [[1], [1]], way
 
 
+@pytest.mark.guarantee("G5")
 def test_a_state_dict_that_raises_on_one_rank_fails_the_save_on_all_before_a_file_is_touched(play: Play) -> None:
     for failing, errors in enumerate(zip(*play("a_state_dict_that_raises_on_one_rank"), strict=True)):
         error = the_same_error(errors)
@@ -411,6 +442,13 @@ def test_a_state_dict_that_raises_on_one_rank_fails_the_save_on_all_before_a_fil
         assert "ZeroDivisionError" in error.problem
         assert "in the user's own state_dict" in error.problem
         assert (error.rank, error.step) == (failing, 2)
+
+
+@pytest.mark.guarantee("G5")
+def test_a_state_dict_that_raises_before_others_meet_leaves_no_rank_waiting(play: Play) -> None:
+    seen = play("a_state_dict_that_raises_on_one_rank_before_others_meet")
+    assert the_same_error([error for error, _ in seen]).rank == 1
+    assert [steps for _, steps in seen] == [[3, 1]] * 2
 
 
 @pytest.mark.guarantee("G5")

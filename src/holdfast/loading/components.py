@@ -15,6 +15,7 @@ from holdfast.loading.records import LoadRequest
 from holdfast.loading.strategy import LoadStrategy
 from holdfast.loading.verdict import MatchReport, Share
 from holdfast.ondisk.manifest import IMPORTED_FROM, TreeRecord
+from holdfast.ranks.base import call_each
 from holdfast.runs.checkpoint import Checkpoint
 from holdfast.state.frozen import take_frozen
 from holdfast.state.names import holds_state, kind_of, unwrap
@@ -84,8 +85,12 @@ def match_components(request: LoadRequest, checkpoint: Checkpoint, place: Place)
     files = ValueFiles(checkpoint, checked=request.verify == "full")
     saved = SavedState(leaves, trees, files.values, files.require, manifest.world_size, same_torch)
     matched = Matched()
-    for name in _choose(matched, request, trees, checkpoint):
-        fitted = match(name, request.components, saved, request.strategy, place)
+    chosen = _choose(matched, request, trees, checkpoint)
+
+    def match_one(name: str) -> Fitted:
+        return match(name, request.components, saved, request.strategy, place)
+
+    for name, fitted in zip(chosen, call_each(match_one, chosen), strict=True):
         if fitted.skipped:
             matched.skipped.append(f"{name}: {fitted.skipped}")
             matched.left_for_world.append(f"{name}: {fitted.skipped}")

@@ -6,13 +6,14 @@ every rank gets the choice. If the part of any rank fails, every rank raises tha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar
 
-__all__ = ["DEFAULT_TIMEOUT_SECONDS", "Choice", "Mine", "Ranks", "on_leader", "together"]
+__all__ = ["DEFAULT_TIMEOUT_SECONDS", "Choice", "Mine", "Ranks", "call_each", "on_leader", "together"]
 
 Mine = TypeVar("Mine")
 Choice = TypeVar("Choice")
+Item = TypeVar("Item")
 
 # How long a rank waits for another one, unless the caller gives a time.
 DEFAULT_TIMEOUT_SECONDS = 600.0
@@ -68,6 +69,20 @@ class Ranks(Protocol):
 def on_leader(ranks: Ranks, label: str, work: Callable[[], Choice], *, returns: Any) -> Choice:
     """Do the work on the leader, and return its result, or raise its error, on every rank."""
     return ranks.decide(label, lambda: None, lambda _: work(), sends=None, returns=returns)
+
+
+def call_each(work: Callable[[Item], Mine], items: Iterable[Item]) -> list[Mine]:
+    """Return what `work` returns for each item. An error of one is raised after the others were done: what a component
+    does may be a collective of torch.distributed, in which the other ranks would wait for this one in vain."""
+    done, errors = [], []
+    for item in items:
+        try:
+            done.append(work(item))
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return done
 
 
 def together(ranks: Ranks, label: str, work: Callable[[], Mine], *, sends: Any) -> list[Mine]:

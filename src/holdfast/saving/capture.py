@@ -19,6 +19,7 @@ from holdfast.errors import UsageError
 from holdfast.ondisk import paths
 from holdfast.ondisk.manifest import MeshRecord
 from holdfast.ondisk.regions import Cut, whole
+from holdfast.ranks.base import call_each
 from holdfast.saving.messages import UNSAMPLED, Inventory, PartEntry, TreeEntry
 from holdfast.state.devices import ACCELERATORS
 from holdfast.state.frozen import take_frozen
@@ -123,9 +124,14 @@ class Capturer:
         meshes: set[MeshRecord] = set()
         devices: set[torch.device] = set()
         chosen = {name: one for name, one in components.items() if only is None or name in only}
-        for index, (name, component) in enumerate(random_state_last(chosen)):
+        order = list(random_state_last(chosen))
+
+        def take(index: int) -> _Taken:
+            name, component = order[index]
             scope = scope_of(component, rank=rank, size=size, pipeline_stage=pipeline_stage)
-            taken = self._take(index, name, components, scope, storages)
+            return self._take(index, name, components, scope, storages)
+
+        for (name, _), taken in zip(order, call_each(take, range(len(order))), strict=True):
             known = self._known[name] = taken.known
             trees.append(taken.tree)
             parts.append(known.parts)
