@@ -103,7 +103,9 @@ def _found() -> set[str]:
     others = {
         f"process {process} {command:.200}"
         for process, command in processes.items()
-        if command and not any(server in command for server in _SERVERS)
+        # Frameworks have servers of their own, which are no Python.
+        if Path(command.partition(" ")[0]).name.startswith("python")
+        and not any(server in command for server in _SERVERS)
     }
     return threads() | arenas() | others
 
