@@ -10,19 +10,26 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
+from holdfast.testing.processes import descendants
 
 _MAX_FLAKY = 2
 _MAX_LOOKS = 8
 _FAILURES = "SECOND_LOOK_FAILURES"
 _LEDGER = "FLAKY_TESTS"
 _LINES = 40
+# More than a test and its fixtures may take together.
+_SILENT_SECONDS = 600
 
 
 class Recorder:
@@ -84,7 +91,21 @@ def main(arguments: list[str]) -> int:
 
 def _run_pytest(arguments: list[str], variables: dict[str, str]) -> int:
     command = [sys.executable, "-m", "pytest", "-p", "tests.second_look", *arguments]
-    return subprocess.run(command, env=os.environ | variables).returncode
+    with subprocess.Popen(command, env=os.environ | variables, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        output = process.stdout.fileno()
+        while select.select([output], [], [], _SILENT_SECONDS)[0]:
+            text = os.read(output, 1 << 16)
+            if not text:
+                return process.wait()
+            sys.stdout.buffer.write(text)
+            sys.stdout.flush()
+        # pytest-xdist can wait for ever for a worker that took the place of one that was ended.
+        print(f"\nno word of pytest for {_SILENT_SECONDS} s: ended", flush=True)
+        for one in [*descendants(process.pid), process.pid]:
+            with suppress(ProcessLookupError):
+                os.kill(one, signal.SIGKILL)
+        return int(pytest.ExitCode.INTERNAL_ERROR)
 
 
 def _passes_alone(tests: list[list[str]]) -> bool:

@@ -16,7 +16,7 @@ ray = pytest.importorskip("ray")
 pytest.importorskip("ray.train", reason="ray is there without ray[train]")
 
 STEPS = 8
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.limit(180)]
 
 
 @pytest.fixture(scope="module")

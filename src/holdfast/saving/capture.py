@@ -150,14 +150,13 @@ class Capturer:
         digests = tuple(_digest(tree, text) if size > 1 else "" for tree, text in zip(trees, texts, strict=True))
         ordered = tuple(sorted(meshes))
         structure = self._digest_structure(trees, parts, ordered)
-        frozen = take_frozen(chosen)
         return Capture(
             trees,
             texts,
             digests,
             self._every_part,
             ordered,
-            frozen,
+            take_frozen(chosen),
             memory,
             addresses,
             storages,
